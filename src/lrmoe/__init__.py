@@ -1,0 +1,56 @@
+"""lrmoe: Mixture-of-Experts training with a planned, pruned, compacted backward pass.
+
+The names below are the public API; each is imported when first used, so that `import lrmoe` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LRMoEConfig": "lrmoe.config",
+    "MoELayer": "lrmoe.layer",
+    "StepClock": "lrmoe.layer",
+    "padding": "lrmoe.layer",
+    "LRMoEError": "lrmoe.errors",
+    "ConfigError": "lrmoe.errors",
+    "InputError": "lrmoe.errors",
+    "PlanError": "lrmoe.errors",
+    "RankError": "lrmoe.errors",
+    "InfeasibleError": "lrmoe.errors",
+    "CheckpointError": "lrmoe.errors",
+    "UnsupportedError": "lrmoe.errors",
+    "MissingExtraError": "lrmoe.errors",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the names are resolved by __getattr__
+
+if TYPE_CHECKING:
+    from lrmoe.config import LRMoEConfig as LRMoEConfig
+    from lrmoe.errors import (
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        InfeasibleError as InfeasibleError,
+        InputError as InputError,
+        LRMoEError as LRMoEError,
+        MissingExtraError as MissingExtraError,
+        PlanError as PlanError,
+        RankError as RankError,
+        UnsupportedError as UnsupportedError,
+    )
+    from lrmoe.layer import MoELayer as MoELayer, StepClock as StepClock, padding as padding
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module attribute can be anything
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lrmoe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,245 @@
+"""The configuration of LRMoE: one frozen dataclass, validated when it is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lrmoe.errors import ConfigError
+
+POLICIES = ("megatron", "fastermoe", "flexmoe", "smartmoe", "symi", "laer", "ultraep", "topoep", "eplb", "llep", "lrmoe")
+SCORES = ("lrm", "grad_norm", "alpha_grad", "abs_grad", "alpha", "alpha_phi", "random")
+FORWARD_SCORES = ("alpha", "alpha_phi", "random")
+PHI_SCORES = ("lrm", "alpha_phi")
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "policy": POLICIES,
+    "drop": ("always", "overload", "auto"),
+    "estimator": ("sampled", "topk"),
+    "score": SCORES,
+    "selection": ("global", "local"),
+    "select_in": ("backward", "forward"),
+    "router_grad": ("auto", "full", "retained"),
+    "storage": ("owned", "sharded"),
+    "activations": ("auto", "stash", "recompute"),
+    "lean_wire": ("auto", True, False),
+}
+# Accepted names whose execution is not part of this version: refused by name, never silently ignored.
+_NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
+    "policy": tuple(name for name in POLICIES if name not in ("megatron", "lrmoe")),
+    "drop": ("auto",),
+    "select_in": ("forward",),
+    "storage": ("sharded",),
+    "lean_wire": (True,),
+}
+_UNSET_ONLY = ("memory_budget", "layer_budget", "max_added_variance")
+_INTEGERS = {"replica_slots": 0, "min_keep": 0, "check_every": 0, "warmup_steps": 0, "cooldown_steps": 0, "seed": 0}
+
+
+def _doc(text: str) -> dict[str, str]:
+    return {"doc": text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRMoEConfig:
+    """What the backward pass leaves out, how it chooses, and when.
+
+    Every field has the meaning fixed in the configuration reference. `max_drop=0` is exact.
+
+    Raises:
+        ConfigError: a field is out of range, of the wrong type, contradicts another, or names something that this
+            version does not execute.
+    """
+
+    policy: str = field(default="lrmoe", metadata=_doc("Which system plans the layer call."))
+    replica_slots: int = field(
+        default=2, metadata=_doc("Foreign expert copies a rank may hold during a call (this version places none).")
+    )
+    max_drop: float = field(
+        default=0.3,
+        metadata=_doc(
+            "Hard cap on the share of a call's (token, expert) pairs, summed over all ranks, that backward leaves "
+            "out. 0 is exact."
+        ),
+    )
+    drop: str = field(
+        default="always",
+        metadata=_doc(
+            "`always`: leave out floor(max_drop * pairs), first where it lowers the most loaded rank. `overload`: the "
+            "fewest that bring the most loaded rank to `peak_target`; on one rank none."
+        ),
+    )
+    estimator: str = field(
+        default="sampled",
+        metadata=_doc(
+            "`sampled`: keep pairs at random with probability pi growing with the score, re-weighted by 1/pi "
+            "(unbiased). `topk`: keep the highest scores (the published rule, biased)."
+        ),
+    )
+    score: str = field(
+        default="lrm",
+        metadata=_doc(
+            "Root of a pair's contribution. `lrm` = alpha*norm(g)*norm(phi); `grad_norm` = norm(g); `alpha_grad` = "
+            "alpha*norm(g); `abs_grad` = sum abs(g); `alpha`; `alpha_phi` = alpha*norm(phi); `random` = 1 (with topk: "
+            "uniform numbers)."
+        ),
+    )
+    selection: str = field(
+        default="global",
+        metadata=_doc("`global`: the kept set is chosen over all ranks. `local`: each rank its share of the quota."),
+    )
+    select_in: str = field(default="backward", metadata=_doc("Where the kept set is fixed."))
+    router_grad: str = field(
+        default="auto",
+        metadata=_doc(
+            "Gradient of the routing weights. `full`: of every pair (keeps expert outputs at the token's rank). "
+            "`retained`: of kept pairs, re-weighted. `auto`: topk full, sampled retained."
+        ),
+    )
+    max_added_variance: float | None = field(
+        default=None, metadata=_doc("Limit on added gradient variance over the gradient's own (sampled only).")
+    )
+    memory_budget: str | int | None = field(
+        default=None, metadata=_doc("Bytes per rank for the whole model's MoE part.")
+    )
+    layer_budget: str | int | None = field(default=None, metadata=_doc("Bytes per rank for one MoE layer call."))
+    min_keep: int = field(
+        default=1, metadata=_doc("Least kept pairs of an expert that has any (sampled needs at least 1).")
+    )
+    peak_target: float = field(
+        default=1.0, metadata=_doc("What `drop='overload'` aims at, in mean loads of the complete call.")
+    )
+    storage: str = field(default="owned", metadata=_doc("Who holds an expert's weights: its home rank (`owned`)."))
+    check_every: int = field(
+        default=0, metadata=_doc("Every N steps log one layer's exact gradient beside the pruned one; 0 is never.")
+    )
+    activations: str = field(
+        default="auto",
+        metadata=_doc(
+            "`stash`: keep activations for backward. `recompute`: keep none, recompute kept rows. `auto`: stash "
+            "where no budget is set or it fits."
+        ),
+    )
+    lean_wire: bool | str = field(
+        default="auto",
+        metadata=_doc("One row per (token, rank) on the wire instead of one per pair; this version sends one per pair."),
+    )
+    warmup_steps: int = field(default=20, metadata=_doc("Exact optimizer steps at the start."))
+    cooldown_steps: int = field(default=0, metadata=_doc("Exact optimizer steps at the end (needs `total_steps`)."))
+    total_steps: int | None = field(default=None, metadata=_doc("Optimizer steps of the whole run, for `cooldown_steps`."))
+    seed: int = field(default=0, metadata=_doc("Seed of all random choices of the layer."))
+    observe: bool = field(
+        default=False, metadata=_doc("Exact run that reports what pruning would have saved (`handle.summary()`).")
+    )
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._check_ranges()
+        self._check_combinations()
+        self._check_available()
+
+    @property
+    def full_router_grad(self) -> bool:
+        """Whether routing weights get the gradient of every pair, dropped ones included."""
+        return self.router_grad == "full" or (self.router_grad == "auto" and self.estimator == "topk")
+
+    @property
+    def recompute(self) -> bool:
+        """Whether backward recomputes kept rows instead of reading stashed activations."""
+        return self.activations == "recompute"
+
+    @property
+    def needs_phi(self) -> bool:
+        """Whether scores read the norm of the down projection's input."""
+        return self.score in PHI_SCORES
+
+    def replace(self, **changes: Any) -> LRMoEConfig:
+        """A copy with some fields changed; unknown names raise ConfigError."""
+        return LRMoEConfig.from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as a plain dictionary."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LRMoEConfig:
+        """Build from a mapping.
+
+        Raises:
+            ConfigError: an unknown field (names the nearest valid one), or a bad value.
+        """
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{name}: no such field of LRMoEConfig{hint} Valid fields: {', '.join(names)}")
+        return cls(**values)
+
+    def _check_types(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+                raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
+        for name, least in _INTEGERS.items():
+            _check_integer(name, getattr(self, name), least)
+        if self.total_steps is not None:
+            _check_integer("total_steps", self.total_steps, 1)
+        if not isinstance(self.observe, bool):
+            raise ConfigError(f"observe={self.observe!r}: must be True or False")
+
+    def _check_ranges(self) -> None:
+        for name in ("max_drop", "peak_target"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(f"{name}={value!r}: must be a finite number")
+        if not 0 <= self.max_drop < 1:
+            raise ConfigError(f"max_drop={self.max_drop!r}: must lie in [0, 1): the share of pairs left out")
+        if self.peak_target <= 0:
+            raise ConfigError(f"peak_target={self.peak_target!r}: must be positive (1.0 is the mean load)")
+
+    def _check_combinations(self) -> None:
+        if self.estimator == "sampled" and self.min_keep < 1:
+            raise ConfigError(f"min_keep={self.min_keep}: estimator='sampled' needs min_keep >= 1 to stay unbiased")
+        if self.max_added_variance is not None and self.estimator == "topk":
+            raise ConfigError("max_added_variance: only with estimator='sampled' (topk is biased); valid: None")
+        if self.select_in == "forward" and self.score not in FORWARD_SCORES:
+            raise ConfigError(
+                f"select_in='forward' with score={self.score!r}: only {', '.join(FORWARD_SCORES)} are known in forward"
+            )
+        if self.policy == "megatron" and self.max_drop > 0:
+            raise ConfigError(f"max_drop={self.max_drop}: policy='megatron' drops nothing; valid: max_drop=0")
+        self._check_cooldown()
+
+    def _check_cooldown(self) -> None:
+        if self.cooldown_steps == 0:
+            return
+        if self.total_steps is None:
+            raise ConfigError(f"cooldown_steps={self.cooldown_steps}: needs total_steps, the length of the run")
+        if self.cooldown_steps > self.total_steps:
+            raise ConfigError(f"cooldown_steps={self.cooldown_steps}: must be at most total_steps={self.total_steps}")
+
+    def _check_available(self) -> None:
+        for name, values in _NOT_AVAILABLE.items():
+            value = getattr(self, name)
+            if any(value is item or (isinstance(value, str) and value == item) for item in values):
+                valid = [choice for choice in _CHOICES[name] if choice not in values]
+                raise ConfigError(
+                    f"{name}={value!r}: not available in this version; valid: {', '.join(map(repr, valid))}"
+                )
+        for name in _UNSET_ONLY:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: not available in this version; valid: None")
+        if self.check_every:
+            raise ConfigError(f"check_every={self.check_every}: not available in this version; valid: 0")
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r}: must be an integer >= {least}")
+    if value < least:
+        raise ConfigError(f"{name}={value}: must be at least {least}")

@@ -1,0 +1,56 @@
+"""Every error a user can meet, and the import helper for optional dependencies."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class LRMoEError(Exception):
+    """Base class of all errors raised by this package."""
+
+
+class ConfigError(LRMoEError, ValueError):
+    """A configuration field is out of range or contradicts another; the message names field, value, valid values."""
+
+
+class InputError(LRMoEError, ValueError):
+    """Tensors given to the layer have the wrong shape, dtype or content."""
+
+
+class PlanError(LRMoEError, ValueError):
+    """A plan is illegal, or the question put to a planner is malformed."""
+
+
+class RankError(LRMoEError, RuntimeError):
+    """Another rank of the group reported an error, or the ranks disagree. Raised on every rank of the group."""
+
+
+class InfeasibleError(LRMoEError, RuntimeError):
+    """No plan fits the budget. The command line exits with code 3."""
+
+
+class CheckpointError(LRMoEError, RuntimeError):
+    """A checkpoint is missing, partial or corrupt."""
+
+
+class UnsupportedError(LRMoEError, NotImplementedError):
+    """A feature of the host model or library that is refused, named in the message."""
+
+
+class MissingExtraError(LRMoEError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+def require_extra(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency.
+
+    Raises:
+        MissingExtraError: `module` is not installed; names the extra of this package that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{module} is needed for this and is not installed: pip install 'lrmoe[{extra}]' (missing: {error.name})"
+        ) from error
