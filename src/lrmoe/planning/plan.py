@@ -1,0 +1,135 @@
+"""The answer of a planner, and the check that it is legal.
+
+Shape letters: R ranks, E experts, J instances (one copy of one expert on one rank).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lrmoe.errors import PlanError
+from lrmoe.planning.problem import IntArray, Problem, Topology
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerPlan:
+    """Where every pair of one layer call runs forward, and how many pairs of each expert backward keeps.
+
+    Attributes:
+        topology: ranks, experts, homes.
+        counts_RE: int64 (R, E), the counts the plan was made for.
+        instance_expert_J: int64 (J,), expert of each instance, in the order (rank, expert).
+        instance_rank_J: int64 (J,), rank of each instance.
+        assign_RJ: int64 (R, J), pairs that source rank r sends to instance j.
+        quota_E: int64 (E,), pairs of each expert that backward keeps.
+        reason: why pairs are left out: "off", "always" or "overload".
+    """
+
+    topology: Topology
+    counts_RE: IntArray
+    instance_expert_J: IntArray
+    instance_rank_J: IntArray
+    assign_RJ: IntArray
+    quota_E: IntArray
+    reason: str = "off"
+
+    @classmethod
+    def at_home(cls, problem: Problem, quota_E: IntArray, reason: str) -> LayerPlan:
+        """The plan in which every expert has one instance, at home."""
+        topology = problem.topology
+        return cls(
+            topology=topology,
+            counts_RE=problem.counts_RE,
+            instance_expert_J=np.arange(topology.experts, dtype=np.int64),
+            instance_rank_J=topology.home_E,
+            assign_RJ=problem.counts_RE,
+            quota_E=quota_E,
+            reason=reason,
+        )
+
+    @cached_property
+    def counts_E(self) -> IntArray:
+        """Pairs of each expert over all sources, int64 (E,)."""
+        return self.counts_RE.sum(axis=0)
+
+    @cached_property
+    def pairs(self) -> int:
+        """All pairs of the call."""
+        return int(self.counts_E.sum())
+
+    @cached_property
+    def kept(self) -> int:
+        """Pairs that backward keeps."""
+        return int(self.quota_E.sum())
+
+    @property
+    def exact(self) -> bool:
+        """Whether backward keeps every pair."""
+        return self.kept == self.pairs
+
+    @cached_property
+    def forward_load_R(self) -> IntArray:
+        """Rows each rank's experts run in forward, int64 (R,)."""
+        load = np.zeros(self.topology.ranks, dtype=np.int64)
+        np.add.at(load, self.instance_rank_J, self.assign_RJ.sum(axis=0))
+        return load
+
+    @cached_property
+    def backward_load_R(self) -> IntArray:
+        """Rows each rank's experts run in backward when kept pairs run at home, int64 (R,)."""
+        return self.quota_E.reshape(self.topology.ranks, -1).sum(axis=1)
+
+    def fingerprint(self) -> int:
+        """A 63-bit hash of the whole plan: equal on all ranks iff the plans are."""
+        digest = hashlib.blake2b(digest_size=8)
+        for array in (self.instance_expert_J, self.instance_rank_J, self.assign_RJ, self.quota_E):
+            digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        return int.from_bytes(digest.digest(), "little") >> 1
+
+    def check(self, problem: Problem) -> None:
+        """Raise PlanError where the plan is not a legal answer to `problem`."""
+        self._check_instances()
+        self._check_conservation(problem)
+        self._check_quotas(problem)
+
+    def _check_instances(self) -> None:
+        ranks, experts = self.instance_rank_J, self.instance_expert_J
+        if ranks.shape != experts.shape or ranks.ndim != 1:
+            raise PlanError("instance_rank_J and instance_expert_J must be vectors of one length")
+        if ranks.size and (ranks.min() < 0 or ranks.max() >= self.topology.ranks):
+            raise PlanError(f"instance_rank_J leaves [0, {self.topology.ranks})")
+        if experts.size and (experts.min() < 0 or experts.max() >= self.topology.experts):
+            raise PlanError(f"instance_expert_J leaves [0, {self.topology.experts})")
+        keys = ranks * self.topology.experts + experts
+        if np.unique(keys).size != keys.size:
+            raise PlanError("one rank holds two instances of one expert")
+
+    def _check_conservation(self, problem: Problem) -> None:
+        if self.assign_RJ.shape != (self.topology.ranks, self.instance_rank_J.size):
+            raise PlanError(f"assign_RJ has shape {self.assign_RJ.shape}: must be (ranks, instances)")
+        if self.assign_RJ.size and self.assign_RJ.min() < 0:
+            raise PlanError("assign_RJ holds negative counts")
+        sent = np.zeros_like(problem.counts_RE)
+        np.add.at(sent.T, self.instance_expert_J, self.assign_RJ.T)
+        if not np.array_equal(sent, problem.counts_RE):
+            rank, expert = map(int, np.argwhere(sent != problem.counts_RE)[0])
+            raise PlanError(
+                f"source rank {rank} sends {int(sent[rank, expert])} pairs of expert {expert} "
+                f"and has {int(problem.counts_RE[rank, expert])}"
+            )
+
+    def _check_quotas(self, problem: Problem) -> None:
+        low, high, quota = problem.floor_E, problem.counts_E, self.quota_E
+        if quota.shape != high.shape:
+            raise PlanError(f"quota_E has shape {quota.shape}: must be (experts,) = {high.shape}")
+        bad = np.flatnonzero((quota < low) | (quota > high))
+        if bad.size:
+            e = int(bad[0])
+            raise PlanError(f"quota of expert {e} is {int(quota[e])}: must lie in [{int(low[e])}, {int(high[e])}]")
+        dropped = problem.pairs - int(quota.sum())
+        if dropped > problem.drop_cap:
+            raise PlanError(f"{dropped} pairs left out: the cap is {problem.drop_cap} of {problem.pairs}")
