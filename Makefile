@@ -1,0 +1,62 @@
+# Every target sets itself up: it finds a Python 3.11 to 3.13, creates .venv, installs the pinned
+# dependencies once, and runs. The stamp's name holds a checksum of what is installed, so a second run
+# starts at once and a changed pin reinstalls.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := venv
+.NOTPARALLEL:
+
+VENV ?= .venv
+# Extra arguments for pip, say an index that holds CPU builds of torch.
+PIP_ARGS ?=
+# Tests start several processes: one thread each keeps them from fighting over cores.
+THREADS ?= 1
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+RUN := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: venv test lint typecheck format pytest demo docs bench clean help
+
+venv: $(STAMP)  ## create .venv with everything installed (the default)
+
+$(STAMP):
+	@bash tools/make_venv.sh "$(VENV)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) \
+	    -e ".[transformers,report,dev]" -c constraints.txt
+	@rm -f $(VENV)/.installed-* && touch $@
+	@echo "ready: $(BIN)/lrmoe (activate with: source $(BIN)/activate)"
+
+test: lint typecheck pytest  ## everything CI runs: lint, format, types, tests
+
+lint: $(STAMP)  ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+typecheck: $(STAMP)  ## mypy
+	@$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff fix and format the tree
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+pytest: $(STAMP)  ## the tests alone; PYTEST_ARGS="-k layer" narrows them
+	@$(RUN) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(STAMP)  ## train with and without LRMoE to the same loss, on two CPU processes
+	@$(RUN) $(BIN)/lrmoe compare --preset demo --name demo
+	@echo "figures: $(CURDIR)/runs/demo/summary.json"
+	@echo "report:  $(CURDIR)/runs/demo/report.html"
+
+docs: $(STAMP)  ## regenerate the reference pages from the code
+	@$(BIN)/python tools/gen_reference.py
+
+bench: $(STAMP)  ## layer times against transformers' own experts, as JSON lines
+	@$(BIN)/python benchmarks/layer.py --json
+
+clean:  ## remove .venv and caches
+	rm -rf "$(VENV)" .ruff_cache .mypy_cache .pytest_cache .hypothesis
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
