@@ -196,7 +196,7 @@ def top_pairs(score_TK: Tensor, ids_TK: Tensor, quota_E: Sequence[int]) -> Tenso
 
 
 def inclusion(score_N: Tensor, quota: int) -> Tensor:
-    """pi = min(1, c * score) with sum pi = quota, by bisection on c; needs 0 <= quota <= N, positive scores."""
+    """pi = min(1, c * score) with sum pi = quota, by bisection on c; scores must be positive."""
     score = score_N.double()
     if quota >= score.numel():
         return torch.ones_like(score)
@@ -220,7 +220,7 @@ def inclusion_TK(score_TK: Tensor, ids_TK: Tensor, quota_E: Sequence[int]) -> Te
 
 
 def assert_within(actual: Tensor, exact: Tensor, plain: Tensor, what: str) -> None:
-    """Check `actual` against the float64 `exact`, by the error of `plain` (the same loop in actual's dtype)."""
+    """Check `actual` against the float64 `exact`; `plain` is the same loop in the dtype of `actual`."""
     assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     if exact.numel() == 0:
         return

@@ -4,7 +4,7 @@
            --- pipe --- rank 1  | one gloo group over loopback, one thread per process
            --- pipe --- ...    /
 
-Every case has a time limit. When it runs out the pool collects the Python stack of every rank, kills the processes
+Every case has a time limit. When it runs out the pool collects the stack of every rank, kills the processes
 and starts fresh ones for the next case. Processes are daemons and also leave when their pipe closes, so none
 outlives the tests.
 """

@@ -92,6 +92,9 @@ class LayerPlan:
 
     def check(self, problem: Problem) -> None:
         """Raise PlanError where the plan is not a legal answer to `problem`."""
+        for name in ("instance_expert_J", "instance_rank_J", "assign_RJ", "quota_E"):
+            if not np.issubdtype(getattr(self, name).dtype, np.integer):
+                raise PlanError(f"{name} has dtype {getattr(self, name).dtype}: must be an integer dtype")
         self._check_instances()
         self._check_conservation(problem)
         self._check_quotas(problem)

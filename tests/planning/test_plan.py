@@ -1,0 +1,66 @@
+"""The legality check finds every kind of illegal plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lrmoe.errors import PlanError
+from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
+
+COUNTS = np.array([[4, 1, 0, 3], [2, 5, 0, 1]])
+
+
+@pytest.fixture
+def question() -> Problem:
+    return Problem(counts_RE=COUNTS, topology=Topology(ranks=2, experts=4), max_drop=0.25)
+
+
+def changed(question: Problem, **changes: object) -> LayerPlan:
+    return dataclasses.replace(get_policy("lrmoe")(question), **changes)  # type: ignore[arg-type]
+
+
+def test_the_policys_plan_is_legal(question: Problem) -> None:
+    changed(question).check(question)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quota_E": [6, 6, 0, 5]}, r"expert 3 is 5.*\[1, 4\]"),
+        ({"quota_E": [6, 0, 0, 4]}, r"expert 1 is 0.*\[1, 6\]"),
+        ({"quota_E": [6, 6, 1, 4]}, r"expert 2 is 1.*\[0, 0\]"),
+        ({"quota_E": [-1, 6, 0, 4]}, "expert 0 is -1"),
+        ({"quota_E": [3, 3, 0, 4]}, "6 pairs left out.*cap is 4 of 16"),
+        ({"quota_E": [6, 6, 0]}, r"shape \(3,\)"),
+        ({"quota_E": np.array([5.5, 5.5, 0.0, 4.0])}, "float64"),
+        ({"instance_rank_J": [0, 0, 1, 2]}, r"instance_rank_J leaves \[0, 2\)"),
+        ({"instance_rank_J": [0, -1, 1, 1]}, "instance_rank_J leaves"),
+        ({"instance_expert_J": [0, 1, 2, 4]}, "instance_expert_J leaves"),
+        ({"instance_expert_J": [0, 1, 2]}, "one length"),
+        ({"instance_expert_J": [0, 0, 2, 3], "instance_rank_J": [0, 0, 1, 1]}, "two instances"),
+        ({"instance_expert_J": [1, 0, 2, 3]}, "source rank 0 sends 1 pairs of expert 0 and has 4"),
+        ({"assign_RJ": COUNTS + np.array([[1, -1, 0, 0], [0, 0, 0, 0]])}, "source rank 0 sends 5 pairs"),
+        ({"assign_RJ": COUNTS[::-1]}, "source rank 0 sends 2 pairs of expert 0 and has 4"),
+        ({"assign_RJ": COUNTS * np.array([[1, 1, 1, -1], [1, 1, 1, 1]])}, "negative"),
+        ({"assign_RJ": COUNTS[:, :3]}, r"assign_RJ has shape \(2, 3\)"),
+    ],
+)
+def test_every_kind_of_illegal_plan_is_found(
+    question: Problem, changes: dict[str, object], message: str
+) -> None:
+    arrays = {k: np.asarray(v) for k, v in changes.items()}
+    with pytest.raises(PlanError, match=message):
+        changed(question, **arrays).check(question)
+
+
+def test_fingerprints_tell_plans_apart(question: Problem) -> None:
+    plan = changed(question)
+    assert plan.fingerprint() == changed(question).fingerprint()
+    assert 0 <= plan.fingerprint() < 2**63
+    for name in ("instance_expert_J", "instance_rank_J", "assign_RJ", "quota_E"):
+        other = getattr(plan, name).copy()
+        other.flat[0] += 1
+        assert changed(question, **{name: other}).fingerprint() != plan.fingerprint(), name
