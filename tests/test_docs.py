@@ -1,0 +1,111 @@
+"""The documents keep up with the code: generated pages are current, links lead somewhere, code blocks are code."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import lrmoe
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def _ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _blocks(path: Path) -> list[str]:
+    return PYTHON_BLOCK.findall(path.read_text(encoding="utf-8"))
+
+
+def _anchors(path: Path) -> set[str]:
+    """The anchors that a page's headings make, as on the usual forges."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gen_reference", ROOT / "tools" / "gen_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "commands.md"])
+def test_generated_page_is_current(generator: ModuleType, name: str) -> None:
+    page = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+    assert page == generator.PAGES[name](), "run `make docs`"
+
+
+def test_configuration_page_names_every_field_and_what_is_refused(generator: ModuleType) -> None:
+    page = generator.configuration_page()
+    for name in lrmoe.LRMoEConfig().to_dict():
+        assert f"| `{name}` |" in page
+    assert re.search(r"`storage`.*`\"owned\"`; not in this version: `\"sharded\"`", page)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_ids)
+def test_relative_links_resolve(path: Path) -> None:
+    for link in LINK.findall(path.read_text(encoding="utf-8")):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target, _, anchor = link.partition("#")
+        page = (path.parent / target).resolve() if target else path
+        assert page.exists(), link
+        assert not anchor or anchor in _anchors(page), link
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if _blocks(path)], ids=_ids)
+def test_python_blocks_parse(path: Path) -> None:
+    for block in _blocks(path):
+        ast.parse(block)
+
+
+def test_readme_quick_start_is_a_python_block() -> None:
+    quick_start = (
+        (ROOT / "README.md").read_text(encoding="utf-8").split("## Quick start")[1].split("\n## ")[0]
+    )
+    blocks = PYTHON_BLOCK.findall(quick_start)
+    assert len(blocks) == 1
+    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(blocks[0])) if isinstance(node, ast.Call)}
+    assert {"lrmoe_hf.register", "lrmoe_hf.enable", "lrmoe.LRMoEConfig", "handle.attach"} <= calls
+
+
+def test_quick_start_of_ten_lines_runs(tmp_path: Path) -> None:
+    block = _blocks(ROOT / "docs" / "quickstart.md")[0]
+    statements = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.stmt)]
+    assert len(statements) == 10
+    code = block + "\nassert handle.clock.step == 5, handle.clock.step\n"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_versions_agree() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f'\nversion = "{lrmoe.__version__}"\n' in project
+    assert f"\nversion: {lrmoe.__version__}\n" in citation
+
+
+def test_every_dependency_is_pinned_exactly() -> None:
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", pin) for pin in pins)
+    pinned = {pin.split("==")[0].lower().replace("_", "-") for pin in pins}
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    wanted = {name.lower() for name in re.findall(r'"([A-Za-z0-9-]+)>=[0-9.]+"', project)}
+    assert {"torch", "transformers", "pytest"} <= wanted
+    assert wanted <= pinned
