@@ -1,0 +1,321 @@
+"""Configuration of a training run: five TOML tables, each a frozen dataclass validated when it is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.errors import ConfigError
+from lrmoe.training.presets import DEFAULT_PRESET, get_preset
+
+NUMBER = (int, float)
+
+
+def _option(
+    default: Any,
+    doc: str,
+    *,
+    kind: type | tuple[type, ...],
+    least: float = -math.inf,
+    below: float = math.inf,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field with its description and its limits: `least` <= value < `below`. A default of None may stay None."""
+    limits = {"doc": doc, "kind": kind, "least": least, "below": below, "choices": choices}
+    if default is dict:
+        return field(default_factory=dict, metadata=limits)
+    return field(default=default, metadata=limits)
+
+
+class _Table:
+    """Checks every field of a table against its limits."""
+
+    TABLE: str
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            _check(f"{self.TABLE}.{item.name}", getattr(self, item.name), item)
+
+
+def _check(name: str, value: Any, item: dataclasses.Field[Any]) -> None:
+    limits = item.metadata
+    if not limits or (value is None and item.default is None):
+        return
+    kind = limits["kind"]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise ConfigError(f"{name}={value!r}: must be of type {' or '.join(k.__name__ for k in kinds)}")
+    if limits["choices"] and value not in limits["choices"]:
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, limits['choices']))}")
+    if isinstance(value, NUMBER) and not limits["least"] <= value < limits["below"]:
+        below = "" if limits["below"] == math.inf else f" and below {limits['below']}"
+        raise ConfigError(f"{name}={value!r}: must be at least {limits['least']}{below}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(_Table):
+    """Table [model]: where the model comes from. One of preset, config, checkpoint; without any, the tiny Qwen3-MoE."""
+
+    TABLE = "model"
+    preset: str | None = _option(None, "A shape that ships with the package, with new weights.", kind=str)
+    config: str | None = _option(
+        None,
+        "Transformers configuration, with new weights: a Hub name or a directory with config.json.",
+        kind=str,
+    )
+    checkpoint: str | None = _option(
+        None, "Local directory with config.json and safetensors weights to start from.", kind=str
+    )
+    overrides: dict[str, Any] = _option(
+        dict, "Fields of the transformers configuration to change.", kind=dict
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in ("preset", "config", "checkpoint") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"model: {' and '.join(given)} given; valid: one of preset, config, checkpoint")
+        if not given:
+            object.__setattr__(self, "preset", DEFAULT_PRESET)
+        if self.preset is not None:
+            get_preset(self.preset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(_Table):
+    """Table [data]: the corpus."""
+
+    TABLE = "data"
+    path: str | None = _option(
+        None,
+        "Text file or directory; unset: the source text of the running Python's standard library.",
+        kind=str,
+    )
+    tokenizer: str | None = _option(
+        None, "JSON file of the `tokenizers` library; unset: one token per byte.", kind=str
+    )
+    seq_len: int = _option(256, "Tokens per sequence.", kind=int, least=2)
+    held_out: float = _option(
+        0.01, "Share of the corpus, at its end, that is kept for evaluation.", kind=NUMBER, least=0, below=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(_Table):
+    """Table [optim]: AdamW, linear warm-up, cosine decay."""
+
+    TABLE = "optim"
+    lr: float = _option(1e-3, "Peak learning rate.", kind=NUMBER, least=0, below=1e6)
+    beta1: float = _option(0.9, "Decay of the gradient's average.", kind=NUMBER, least=0, below=1)
+    beta2: float = _option(0.95, "Decay of the squared gradient's average.", kind=NUMBER, least=0, below=1)
+    eps: float = _option(1e-8, "Added to the root of the squared gradient.", kind=NUMBER, least=0, below=1)
+    weight_decay: float = _option(
+        0.1, "Decoupled weight decay of matrices; vectors have none.", kind=NUMBER, least=0, below=1e6
+    )
+    warmup_steps: int = _option(20, "Steps of linear warm-up.", kind=int, least=0)
+    min_lr_ratio: float = _option(
+        0.1, "Learning rate at the end, over the peak.", kind=NUMBER, least=0, below=1.000001
+    )
+    clip_norm: float = _option(
+        1.0, "Limit on the norm of the whole gradient, all ranks' experts included; 0 is none.", kind=NUMBER, least=0,
+        below=1e12,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(_Table):
+    """Table [train]: the loop."""
+
+    TABLE = "train"
+    name: str = _option("train", "The run's folder is <runs>/<name>.", kind=str)
+    runs: str = _option("runs", "Folder that holds the runs.", kind=str)
+    steps: int = _option(200, "Optimizer steps.", kind=int, least=1)
+    seed: int = _option(0, "Seed of weights, data order and dropout.", kind=int, least=0, below=2**63)
+    batch_size: int = _option(8, "Sequences per rank and micro-batch.", kind=int, least=1)
+    accumulate: int = _option(1, "Micro-batches per step.", kind=int, least=1)
+    dtype: str = _option(
+        "float32", "Of weights and activations; bfloat16 keeps float32 masters in the optimizer.", kind=str,
+        choices=("float32", "bfloat16"),
+    )  # fmt: skip
+    device: str = _option("auto", "Where to train.", kind=str, choices=("auto", "cpu", "cuda"))
+    activation_checkpointing: str = _option(
+        "none",
+        "Recompute decoder layers in backward.",
+        kind=str,
+        choices=("none", "reentrant", "non_reentrant"),
+    )
+    router_aux_loss: float = _option(
+        0.0, "Coefficient of the load-balancing loss; 0 is none.", kind=NUMBER, least=0, below=1e6
+    )
+    checkpoint_every: int = _option(
+        0, "Steps between checkpoints; 0: none, not even at the end.", kind=int, least=0
+    )
+    keep_last: int = _option(2, "Checkpoints to keep.", kind=int, least=1)
+    eval_every: int = _option(0, "Steps between evaluations on held-out text; 0 is never.", kind=int, least=0)
+    eval_batches: int = _option(4, "Batches per rank in one evaluation.", kind=int, least=1)
+    log_every: int = _option(10, "Steps between log lines where there is no terminal.", kind=int, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.name or Path(self.name).name != self.name:
+            raise ConfigError(f"train.name={self.name!r}: must be a folder's name, without separators")
+        if self.router_aux_loss and self.activation_checkpointing == "reentrant":
+            raise ConfigError(
+                "train.router_aux_loss with train.activation_checkpointing='reentrant': the router's logits would "
+                "carry no gradient; valid: 'none' or 'non_reentrant'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run.
+
+    Raises:
+        ConfigError: a field is of the wrong type, out of range, or contradicts another; the message names it.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    lrmoe: LRMoEConfig = field(default_factory=LRMoEConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.eval_every and not self.data.held_out:
+            raise ConfigError(f"train.eval_every={self.train.eval_every}: needs data.held_out > 0")
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.train.runs) / self.train.name
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """Build from nested tables.
+
+        Raises:
+            ConfigError: an unknown table or key (names the nearest valid one), or a bad value.
+        """
+        _refuse_unknown(values)
+        tables: dict[str, Any] = {}
+        for name, kind in TABLES.items():
+            given = dict(values.get(name, {}))
+            try:
+                tables[name] = kind(**given)
+            except ConfigError as error:
+                text = str(error)
+                raise ConfigError(text if text.startswith(name) else f"{name}.{text}") from None
+        return cls(**tables)
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
+        """Read a TOML file and apply `table.key=value` overrides, later ones last.
+
+        Raises:
+            ConfigError: the file cannot be read or parsed, or its content is not valid.
+        """
+        values = {} if path is None else read_toml(path)
+        for override in overrides:
+            apply_override(values, override)
+        return cls.from_dict(values)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Nested plain tables; fields that are None are left out, as TOML has no null."""
+        tables = {name: dataclasses.asdict(getattr(self, name)) for name in TABLES}
+        return {n: {k: v for k, v in t.items() if v is not None} for n, t in tables.items()}
+
+    def replace(self, **tables: Mapping[str, Any]) -> TrainConfig:
+        """A copy with some keys changed: `config.replace(train={"steps": 5}, lrmoe={"max_drop": 0.2})`."""
+        values = self.to_dict()
+        for name, changes in tables.items():
+            values[name] = {**values.get(name, {}), **changes}
+        return TrainConfig.from_dict(values)
+
+    def write(self, path: Path) -> None:
+        """Write the resolved configuration as commented TOML."""
+        import tomlkit
+
+        document = tomlkit.document()
+        document.add(
+            tomlkit.comment("The resolved configuration of this run; lrmoe train --config reads it back.")
+        )
+        for name, values in self.to_dict().items():
+            table = tomlkit.table()
+            for key, value in values.items():
+                table.add(key, value)
+            document.add(name, table)
+        path.write_text(tomlkit.dumps(document), encoding="utf-8")
+
+
+TABLES: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "train": LoopConfig,
+    "lrmoe": LRMoEConfig,
+}
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read or is not TOML; names the path.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config={str(path)!r}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config={str(path)!r}: not valid TOML: {error}") from error
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one dotted key, in place: "lrmoe.max_drop=0.2". The value is TOML; what is not TOML is taken as a string."""
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or len(names) < 2 or not all(names):
+        raise ConfigError(f"--set {override!r}: must look like table.key=value")
+    table = values
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override!r}: {name} is not a table")
+    try:
+        table[names[-1]] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[names[-1]] = text.strip()
+
+
+def _keys() -> Iterator[str]:
+    for name, kind in TABLES.items():
+        for item in dataclasses.fields(kind):
+            yield f"{name}.{item.name}"
+
+
+def _refuse_unknown(values: Mapping[str, Any]) -> None:
+    valid = list(_keys())
+    for name, table in values.items():
+        if name not in TABLES:
+            raise ConfigError(
+                f"{name}: no such table{_nearest(name, list(TABLES))}; valid: {', '.join(TABLES)}"
+            )
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{name}={table!r}: must be a table")
+        for key in table:
+            if f"{name}.{key}" not in valid:
+                ours = ", ".join(item.name for item in dataclasses.fields(TABLES[name]))
+                hint = _nearest(f"{name}.{key}", valid)
+                raise ConfigError(f"{name}.{key}: no such key{hint}; valid in [{name}]: {ours}")
+
+
+def _nearest(name: str, valid: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, valid, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

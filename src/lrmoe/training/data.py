@@ -1,0 +1,159 @@
+"""Text as token ids, and batches that depend on counters only.
+
+Shapes: B sequences of a batch, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lrmoe.errors import ConfigError, require_extra
+from lrmoe.training.config import DataConfig
+from lrmoe.training.presets import BYTE_VOCABULARY, SEPARATOR_ID
+
+# Left out of the default corpus: not part of the library proper, and missing from some distributions.
+_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+_SEPARATORS = ("<|endoftext|>", "</s>", "<|im_end|>", "[SEP]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A corpus in memory.
+
+    Attributes:
+        tokens: ids, one-dimensional, uint16 or int32.
+        vocab_size: ids are below it.
+        held_out: tokens at the end that training never reads.
+        name: where it came from.
+    """
+
+    tokens: np.ndarray[Any, Any]
+    vocab_size: int
+    held_out: int
+    name: str
+
+    @classmethod
+    def load(cls, config: DataConfig) -> Corpus:
+        """Read and tokenize.
+
+        Raises:
+            ConfigError: path or tokenizer cannot be read, or there is too little text; names the path.
+        """
+        name = "the standard library's source" if config.path is None else config.path
+        texts = list(_standard_library() if config.path is None else _files(Path(config.path)))
+        tokens, vocab_size = _bytes(texts) if config.tokenizer is None else _tokenize(texts, config.tokenizer)
+        held_out = int(len(tokens) * config.held_out)
+        if config.held_out:
+            held_out = max(held_out, config.seq_len + 1)
+        least = config.seq_len + 2
+        if len(tokens) - held_out < least:
+            raise ConfigError(
+                f"data.path={name!r}: {len(tokens)} tokens, {held_out} of them held out; training on sequences of "
+                f"data.seq_len={config.seq_len} needs at least {least}"
+            )
+        return cls(tokens=tokens, vocab_size=vocab_size, held_out=held_out, name=name)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the ids, their type and the split."""
+        head = f"{self.tokens.dtype.str}:{self.held_out}:".encode()
+        return hashlib.sha256(head + self.tokens.tobytes()).hexdigest()
+
+    def train_batch(
+        self, *, seed: int, step: int, micro_batch: int, rank: int, world_size: int, size: int, seq_len: int
+    ) -> torch.Tensor:
+        """Token ids (B=size, S=seq_len + 1) int64: random crops of the training part.
+
+        Row b of a rank is sequence (micro_batch * world_size + rank) * size + b of the step, and a sequence depends on
+        (seed, step, its number) only: the step's text is the same however it is spread over ranks and micro-batches.
+        """
+        first = (micro_batch * world_size + rank) * size
+        numbers = np.arange(first, first + size, dtype=np.uint64)
+        span = len(self.tokens) - self.held_out - seq_len
+        return self._rows(_random(seed, step, numbers) % np.uint64(span), seq_len)
+
+    def held_out_batch(self, *, number: int, total: int, size: int, seq_len: int) -> torch.Tensor:
+        """Token ids (B=size, S=seq_len + 1) int64: batch `number` of `total` spread evenly over the held-out part."""
+        span = self.held_out - seq_len  # starts that fit
+        rows = np.arange(number * size, (number + 1) * size, dtype=np.uint64)
+        starts = len(self.tokens) - self.held_out + rows * np.uint64(span) // np.uint64(total * size)
+        return self._rows(starts, seq_len)
+
+    def _rows(self, starts: np.ndarray[Any, Any], seq_len: int) -> torch.Tensor:
+        index = starts.astype(np.int64)[:, None] + np.arange(seq_len + 1)
+        return torch.from_numpy(self.tokens[index].astype(np.int64))
+
+
+def _random(seed: int, step: int, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Uniform uint64 by counter: the mixing function of splitmix64 (Steele, Lea, Flood 2014), once per key."""
+    state = np.zeros_like(numbers)
+    for key in (np.uint64(seed), np.uint64(step), numbers):
+        state = (state + key + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return state
+
+
+def _standard_library() -> Iterator[bytes]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(_walk(root), key=lambda path: path.relative_to(root).as_posix()):
+        if path.suffix == ".py":
+            yield _read(path)
+
+
+def _files(path: Path) -> Iterator[bytes]:
+    """The text of a file, or of every text file below a directory in sorted order."""
+    if not path.exists():
+        raise ConfigError(f"data.path={str(path)!r}: no such file or directory")
+    if not path.is_dir():
+        yield _read(path)
+        return
+    for file in sorted(_walk(path), key=lambda file: file.relative_to(path).as_posix()):
+        content = _read(file)
+        if b"\0" not in content[:8192]:  # not text
+            yield content
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
+        yield from (Path(folder) / name for name in files if not name.startswith("."))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"data.path={str(path)!r}: cannot be read: {error}") from error
+
+
+def _bytes(texts: list[bytes]) -> tuple[np.ndarray[Any, Any], int]:
+    separator = np.array([SEPARATOR_ID], dtype=np.uint16)
+    parts = []
+    for text in texts:
+        parts += [np.frombuffer(text, dtype=np.uint8).astype(np.uint16), separator]
+    return np.concatenate(parts or [separator]), BYTE_VOCABULARY
+
+
+def _tokenize(texts: list[bytes], path: str) -> tuple[np.ndarray[Any, Any], int]:
+    tokenizers = require_extra("tokenizers", "transformers")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"data.tokenizer={path!r}: not a tokenizer file: {error}") from error
+    separators = [tokenizer.token_to_id(name) for name in _SEPARATORS]
+    separator = [identity for identity in separators if identity is not None][:1]
+    ids: list[int] = []
+    for encoding in tokenizer.encode_batch([text.decode("utf-8", errors="replace") for text in texts]):
+        ids += [*encoding.ids, *separator]
+    return np.array(ids, dtype=np.int32), tokenizer.get_vocab_size()

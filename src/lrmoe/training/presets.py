@@ -1,0 +1,87 @@
+"""Model shapes that ship with the package, as arguments of transformers' own configurations."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lrmoe.errors import ConfigError
+
+BYTES = 256
+SEPARATOR_ID = 256  # between two files of the corpus
+PAD_ID = 257
+BYTE_VOCABULARY = 258
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """One model shape.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        about: one line for tables.
+        fields: arguments of its configuration class.
+    """
+
+    model_type: str
+    about: str
+    fields: Mapping[str, Any]
+
+
+_BYTE_LEVEL = {
+    "vocab_size": BYTE_VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": SEPARATOR_ID,
+    "pad_token_id": PAD_ID,
+    "use_cache": False,
+}
+
+# Sized for one CPU core: 2048 tokens a step in well under a second, and expert GEMMs most of the MoE layer's work.
+_TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 4096,
+}
+
+PRESETS: dict[str, Preset] = {
+    "qwen3-moe-tiny": Preset(
+        model_type="qwen3_moe",
+        about="Qwen3-MoE, 3 layers, 16 experts, top-4, byte level",
+        fields={**_BYTE_LEVEL, **_TINY, "num_hidden_layers": 3, "num_experts": 16, "norm_topk_prob": True},
+    ),
+    "glm4-moe-tiny": Preset(
+        model_type="glm4_moe",
+        about="GLM-4.5 (one dense layer, 3 MoE layers, a shared expert), 16 experts, top-4, byte level",
+        fields={
+            **_BYTE_LEVEL,
+            **_TINY,
+            "num_hidden_layers": 4,
+            "n_routed_experts": 16,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "num_mtp_layers": 0,
+        },
+    ),
+}
+DEFAULT_PRESET = "qwen3-moe-tiny"
+
+
+def get_preset(name: str) -> Preset:
+    """Look a preset up.
+
+    Raises:
+        ConfigError: no such preset; names the nearest and all valid ones.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    near = difflib.get_close_matches(name, list(PRESETS), n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ConfigError(f"model.preset={name!r}: no such preset{hint}; valid: {', '.join(PRESETS)}")
