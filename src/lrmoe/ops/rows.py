@@ -1,0 +1,72 @@
+"""Moving rows: gather by index, put back by index, weighted sum per token. No atomics, so every result is repeatable."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MIXED_BLOCK = 512  # tokens per block where routing weights are wider than the rows
+
+
+def gather_rows(source: Tensor, index_N: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """`source[index]` as one contiguous (N, width) buffer; `source` may have any strides."""
+    if out is None:
+        out = source.new_empty((index_N.shape[0], source.shape[1]))
+    return torch.index_select(source, 0, index_N, out=out)
+
+
+def place_rows(target: Tensor, index_N: Tensor, rows: Tensor) -> Tensor:
+    """`target[index] = rows` in place; the indices must be distinct."""
+    return target.index_copy_(0, index_N, rows)
+
+
+def combine(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor | None = None) -> Tensor:
+    """Sum of rows per token, in the given order and accumulated in at least fp32.
+
+    Args:
+        rows_NH: (N, H).
+        index_M: int64 (M,), rows to add, all of token 0 first, then token 1, and so on.
+        ends_T: int64 (T,), end of each token's entries in `index_M`; a token without entries gets zeros.
+        weight_M: (M,) or None, factor of each entry; where it is wider than the rows (fp32 over bf16) it is applied
+            in its own dtype.
+
+    Returns:
+        (T, H) in the dtype of the rows.
+    """
+    tokens, hidden = ends_T.shape[0], rows_NH.shape[1]
+    if tokens == 0 or index_M.shape[0] == 0:
+        return rows_NH.new_zeros((tokens, hidden))
+    starts_T = F.pad(ends_T[:-1], (1, 0))
+    if weight_M is None or weight_M.dtype == rows_NH.dtype:
+        return F.embedding_bag(index_M, rows_NH, starts_T, mode="sum", per_sample_weights=weight_M)
+    return _combine_mixed(rows_NH, index_M, ends_T, weight_M)
+
+
+def _combine_mixed(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor) -> Tensor:
+    """Blocks of tokens, their rows widened to the dtype of the weights: the whole is never widened at once."""
+    tokens = ends_T.shape[0]
+    out = rows_NH.new_empty((tokens, rows_NH.shape[1]))
+    bounds = ends_T[_MIXED_BLOCK - 1 :: _MIXED_BLOCK].tolist()
+    bounds += [index_M.shape[0]] if tokens % _MIXED_BLOCK else []
+    begin = 0
+    for block, end in enumerate(bounds):
+        first = block * _MIXED_BLOCK
+        ends = ends_T[first : first + _MIXED_BLOCK] - begin
+        wide = rows_NH.index_select(0, index_M[begin:end]).to(weight_M.dtype)
+        index = torch.arange(end - begin, device=rows_NH.device)
+        out[first : first + _MIXED_BLOCK] = combine(wide, index, ends, weight_M[begin:end])
+        begin = end
+    return out
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Euclidean norm of each row, fp32 (N,), computed in fp32 so that half-precision squares cannot overflow."""
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32 if rows.dtype != torch.float64 else None).float()
+
+
+def abs_sums(rows: Tensor) -> Tensor:
+    """Sum of absolute values of each row, fp32 (N,)."""
+    return torch.linalg.vector_norm(
+        rows, ord=1, dim=1, dtype=torch.float32 if rows.dtype != torch.float64 else None
+    ).float()

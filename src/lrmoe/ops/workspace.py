@@ -1,0 +1,41 @@
+"""Scratch buffers that one layer call uses and the next one may overwrite.
+
+A fresh large CPU buffer costs a page fault per 4 KiB: more than the gather that fills it. Scratch is therefore kept,
+per thread, up to a fixed size. On CUDA the caching allocator does this already and nothing is kept here.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+_KEEP_BYTES = 128 * 2**20
+
+
+class Workspace(threading.local):
+    """Named scratch buffers of one thread."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialised contiguous tensor in the dtype and on the device of `like`.
+
+        Valid until the same name is taken again in this thread; never to be returned or saved.
+        """
+        size = math.prod(shape)
+        if like.device.type != "cpu" or size * like.element_size() > _KEEP_BYTES:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        key = (name, like.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=like.dtype)
+            self._buffers[key] = buffer
+        return buffer[:size].view(shape)
+
+    def release(self) -> None:
+        """Give all scratch of this thread back."""
+        self._buffers.clear()
