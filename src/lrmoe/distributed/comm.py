@@ -1,0 +1,63 @@
+"""Collectives over rows: variable all-to-all and a small all-gather, with the bytes that leave this rank.
+
+Shape letters: R ranks, N rows sent, M rows received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Comm:
+    """One expert-parallel group as the layer uses it; a group of one needs no process group.
+
+    Args:
+        group: process group, or None for a single rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def all_gather_ints(self, row: Tensor) -> Tensor:
+        """All ranks' int64 vectors, (R, W) on the device of `row`."""
+        if self.size == 1:
+            return row.unsqueeze(0)
+        out = row.new_empty((self.size, row.shape[0]))
+        dist.all_gather_into_tensor(out.view(-1), row.contiguous(), group=self.group)
+        return out
+
+    def all_to_all(self, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]) -> Tensor:
+        """Send `send_R[r]` consecutive rows to rank r and receive `receive_R[r]` rows from it, in rank order.
+
+        Args:
+            rows: (N, ...) contiguous, N = sum(send_R), any dtype (rows cross as bytes).
+
+        Returns:
+            (M, ...), M = sum(receive_R).
+        """
+        if self.size == 1:
+            return rows
+        out = rows.new_empty((sum(receive_R), *rows.shape[1:]))
+        dist.all_to_all_single(_as_bytes(out), _as_bytes(rows), list(receive_R), list(send_R), group=self.group)
+        return out
+
+    def sent_bytes(self, rows: Tensor, send_R: Sequence[int]) -> int:
+        """Bytes of an all-to-all that leave this rank."""
+        if self.size == 1 or rows.shape[0] == 0:
+            return 0
+        width = rows[0].numel() * rows.element_size()
+        return (sum(send_R) - send_R[self.rank]) * width
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """(N, bytes of a row) view: backends need not know the dtype."""
+    width = rows[:1].numel() * rows.element_size() if rows.shape[0] else 1
+    if rows.shape[0] == 0:
+        return rows.new_empty((0, width), dtype=torch.uint8)
+    return rows.reshape(rows.shape[0], -1).view(torch.uint8)

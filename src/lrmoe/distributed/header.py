@@ -1,0 +1,90 @@
+"""What ranks tell each other at the start of a layer call, so that a fault on one rank is an error on all of them.
+
+The header rides in the counts all-gather: no collective of its own. A rank whose input is bad still joins, with its
+fault in the header, and every rank raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from lrmoe.errors import RankError
+from lrmoe.planning.problem import IntArray
+
+
+class Fault(IntEnum):
+    """Why a rank cannot go on with a call."""
+
+    NONE = 0
+    INPUT = 1
+    REPLAY = 2
+    OTHER = 3
+
+
+_FAULT_TEXT = {
+    Fault.INPUT: "was given bad input",
+    Fault.REPLAY: "could not match an activation-checkpoint recompute to its first forward",
+    Fault.OTHER: "failed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """One rank's part of a call's all-gather, besides its counts.
+
+    Fields after `tokens` must be equal on all ranks.
+    """
+
+    fault: int = 0
+    tokens: int = 0
+    step: int = 0
+    micro_batch: int = 0
+    hidden: int = 0
+    dtype: int = 0
+    training: int = 0
+    gradients: int = 0
+
+    WIDTH = 8
+    AGREE = ("step", "micro_batch", "hidden", "dtype", "training", "gradients")
+
+    def to_ints(self) -> IntArray:
+        """int64 (WIDTH,), in field order."""
+        return np.array(
+            [self.fault, self.tokens, self.step, self.micro_batch, self.hidden, self.dtype, self.training, self.gradients],
+            dtype=np.int64,
+        )
+
+
+_COLUMNS = ("fault", "tokens", *Header.AGREE)
+
+
+class HeaderTable:
+    """All ranks' headers, (R, WIDTH)."""
+
+    def __init__(self, table_RW: IntArray) -> None:
+        self._columns = {name: table_RW[:, i] for i, name in enumerate(_COLUMNS)}
+
+    def raise_on_trouble(self, rank: int, layer: int) -> None:
+        """Raise the same RankError on every rank where one reported a fault or the ranks disagree."""
+        faults = self._columns["fault"]
+        if faults.any():
+            parts = [f"rank {r} {_FAULT_TEXT[Fault(int(f))]}" for r, f in enumerate(faults) if f]
+            raise RankError(f"MoE layer {layer}: {'; '.join(parts)} (this is rank {rank}; see that rank's own error)")
+        for name in Header.AGREE:
+            values = self._columns[name]
+            if (values != values[0]).any():
+                seen = ", ".join(f"rank {r}: {int(v)}" for r, v in enumerate(values))
+                raise RankError(f"MoE layer {layer}: {_MEANING[name]} differs between ranks ({seen})")
+
+
+_MEANING = {
+    "step": "the optimizer step (did every rank step its clock?)",
+    "micro_batch": "the number of calls in this step (did every rank call the layer equally often?)",
+    "hidden": "the hidden size of the input",
+    "dtype": "the dtype (code) of the input",
+    "training": "training or evaluation mode",
+    "gradients": "which tensors need gradients (bits: input 1, routing weights 2, gate_up 4, down 8)",
+}

@@ -1,0 +1,146 @@
+"""The record of one layer call on one rank, and the list that collects them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lrmoe.telemetry.clock import PHASES, PhaseClock
+from lrmoe.telemetry.ledger import Ledger, buffer_peak
+
+
+@dataclass(kw_only=True)
+class CallRecord:
+    """One layer call as this rank saw it.
+
+    Loads, counts and quotas are global (every rank has them). Energies are this rank's share: sums over the experts
+    homed here, so that adding the ranks' records gives the call's figures. `ms` is CPU time of the rank's own thread
+    per phase (event time on CUDA), `bytes` what this rank sent to other ranks, `mem` bytes allocated per part.
+    """
+
+    step: int
+    micro_batch: int
+    layer: int
+    world_size: int
+    tokens: int
+    pairs: int
+    kept: int
+    drop_reason: str
+    counts_E: list[int]
+    quota_E: list[int]
+    forward_load_R: list[int]
+    backward_load_R: list[int]
+    rows_forward_local: int = 0
+    rows_backward_local: int = 0
+    energy: float = 0.0
+    energy_dropped: float = 0.0
+    variance_added: float = 0.0
+    nonfinite_scores: int = 0
+    chunks: int = 1
+    ms: dict[str, float] = field(default_factory=dict)
+    wall_ms: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    mem: dict[str, int] = field(default_factory=dict)
+    observed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def kept_share(self) -> float:
+        """Kept pairs over all pairs; 1 for an empty call."""
+        return self.kept / self.pairs if self.pairs else 1.0
+
+    @property
+    def forward_peak(self) -> float:
+        """Most loaded rank in forward over the mean load."""
+        return self._over_mean(self.forward_load_R)
+
+    @property
+    def backward_peak(self) -> float:
+        """Most loaded rank in backward over the mean load of the complete call."""
+        return self._over_mean(self.backward_load_R)
+
+    @property
+    def dropped_energy(self) -> float:
+        """Share of the scores' energy (sum of squared scores) that left-out pairs held, on this rank."""
+        return self.energy_dropped / self.energy if self.energy else 0.0
+
+    @property
+    def added_variance(self) -> float:
+        """Variance added by sampling, over the sum of squared scores, on this rank."""
+        return self.variance_added / self.energy if self.energy else 0.0
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes this rank sent to other ranks in all phases."""
+        return sum(self.bytes.values())
+
+    @property
+    def buffer_peak_bytes(self) -> int:
+        """Most bytes of token buffers alive at once on this rank."""
+        return buffer_peak(self.mem)
+
+    @property
+    def wall_total_ms(self) -> float:
+        """Wall milliseconds of all phases."""
+        return sum(self.wall_ms.values())
+
+    def _over_mean(self, load_R: list[int]) -> float:
+        return max(load_R) * self.world_size / self.pairs if self.pairs else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, JSON-able, under the names of the telemetry reference."""
+        names = (
+            "step micro_batch layer tokens pairs kept kept_share forward_peak backward_peak dropped_energy "
+            "added_variance nonfinite_scores chunks drop_reason wire_bytes buffer_peak_bytes"
+        )
+        flat: dict[str, Any] = {name: getattr(self, name) for name in names.split()}
+        for phase in PHASES:
+            flat[f"bytes_{phase}"] = self.bytes.get(phase, 0)
+            flat[f"ms_{phase}"] = self.ms.get(phase, 0.0)
+            flat[f"wall_ms_{phase}"] = self.wall_ms.get(phase, 0.0)
+        flat.update({f"mem_{part}_measured": size for part, size in self.mem.items()})
+        flat.update({f"observed_{name}": value for name, value in self.observed.items()})
+        return flat
+
+
+@dataclass(eq=False)
+class OpenCall:
+    """A call in flight: its record, and the instruments that are read into it when the call ends."""
+
+    record: CallRecord
+    clock: PhaseClock
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def sent(self, phase: str, size: int) -> None:
+        """Book bytes sent to other ranks under a phase."""
+        self.record.bytes[phase] = self.record.bytes.get(phase, 0) + size
+
+    def close(self) -> CallRecord:
+        """Read clock and ledger into the record."""
+        self.record.ms, self.record.wall_ms = self.clock.read()
+        self.record.mem = self.ledger.read()
+        return self.record
+
+
+class Telemetry:
+    """Collects finished calls. A training call is finished after its backward."""
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._limit = limit
+        self._calls: list[OpenCall] = []
+
+    @property
+    def records(self) -> list[CallRecord]:
+        """Records of finished calls since the last drain, oldest first."""
+        return [call.close() for call in self._calls]
+
+    def add(self, call: OpenCall) -> None:
+        """Add a finished call; beyond the limit the oldest goes."""
+        self._calls.append(call)
+        if len(self._calls) > self._limit:
+            del self._calls[0]
+
+    def drain(self) -> list[CallRecord]:
+        """Records of finished calls, which are then forgotten, in the order (step, micro-batch, layer)."""
+        records = sorted(self.records, key=lambda r: (r.step, r.micro_batch, r.layer))
+        self._calls.clear()
+        return records
