@@ -18,20 +18,20 @@ from lrmoe.training.presets import DEFAULT_PRESET, get_preset
 NUMBER = (int, float)
 
 
-def _option(
-    default: Any,
+def _limits(
     doc: str,
     *,
     kind: type | tuple[type, ...],
     least: float = -math.inf,
     below: float = math.inf,
     choices: tuple[str, ...] = (),
-) -> Any:
+) -> dict[str, Any]:
+    return {"doc": doc, "kind": kind, "least": least, "below": below, "choices": choices}
+
+
+def _option(default: Any, doc: str, **limits: Any) -> Any:
     """A field with its description and its limits: `least` <= value < `below`. A default of None may stay None."""
-    limits = {"doc": doc, "kind": kind, "least": least, "below": below, "choices": choices}
-    if default is dict:
-        return field(default_factory=dict, metadata=limits)
-    return field(default=default, metadata=limits)
+    return field(default=default, metadata=_limits(doc, **limits))
 
 
 class _Table:
@@ -73,8 +73,9 @@ class ModelConfig(_Table):
     checkpoint: str | None = _option(
         None, "Local directory with config.json and safetensors weights to start from.", kind=str
     )
-    overrides: dict[str, Any] = _option(
-        dict, "Fields of the transformers configuration to change.", kind=dict
+    overrides: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=_limits("Fields of the transformers configuration to change.", kind=dict),
     )
 
     def __post_init__(self) -> None:

@@ -164,8 +164,8 @@ def _work(folder: Path, rank: int) -> None:
     function, world_size, args, path = pickle.loads((folder / "call.pickle").read_bytes())
     sys.path[:] = path
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(*args)
     part = folder / f"result-{rank}.part"

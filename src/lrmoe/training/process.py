@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lrmoe.errors import ConfigError, LRMoEError, RankError
-
-T = TypeVar("T")
+from lrmoe.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,43 +81,3 @@ def current(device: torch.device) -> Process:
     return Process(
         rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, group=dist.group.WORLD
     )
-
-
-def agreed(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
-    """Run `action` on every rank and go on only if it worked on all of them.
-
-    The action must not use collectives that the others may miss. Its own error is raised where it happened; the other
-    ranks raise the same kind when it is one of this package's, so that nobody waits for a rank that has left.
-
-    Raises:
-        LRMoEError: some rank failed; the message names it.
-    """
-    error: Exception | None = None
-    result: T | None = None
-    try:
-        result = action()
-    except Exception as raised:
-        error = raised
-    if group is not None and dist.get_world_size(group) > 1:
-        reports: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
-        report = None if error is None else (type(error).__name__, str(error))
-        dist.all_gather_object(reports, report, group=group)
-        if error is None:
-            _raise_reported(reports)
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # set whenever no error was raised
-
-
-def _raise_reported(reports: list[tuple[str, str] | None]) -> None:
-    import lrmoe.errors
-
-    for rank, report in enumerate(reports):
-        if report is None:
-            continue
-        name, message = report
-        kind = getattr(lrmoe.errors, name, None)
-        same = isinstance(kind, type) and issubclass(kind, LRMoEError)
-        raise (kind if same else RankError)(
-            f"rank {rank}: {message}" if same else f"rank {rank}: {name}: {message}"
-        )

@@ -1,0 +1,22 @@
+"""Checkpoints: safetensors shards keyed by global expert id, a manifest with hashes, everything else JSON."""
+
+from __future__ import annotations
+
+from lrmoe.checkpoint.agree import agreed, gathered
+from lrmoe.checkpoint.load import Checkpoint, find_steps, open_checkpoint, open_latest
+from lrmoe.checkpoint.manifest import Manifest, verify
+from lrmoe.checkpoint.save import Content, ExpertTensor, save
+
+__all__ = [
+    "Checkpoint",
+    "Content",
+    "ExpertTensor",
+    "Manifest",
+    "agreed",
+    "find_steps",
+    "gathered",
+    "open_checkpoint",
+    "open_latest",
+    "save",
+    "verify",
+]
