@@ -1,0 +1,1 @@
+"""Runs made of runs: systems compared on the same model, data and seed."""

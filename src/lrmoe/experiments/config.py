@@ -1,0 +1,136 @@
+"""The configuration of a comparison: table [compare] beside the tables of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lrmoe.errors import ConfigError
+from lrmoe.experiments.systems import System, get_systems
+from lrmoe.training.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Table [compare]: what is compared, and where it ends.
+
+    Attributes:
+        systems: names of systems; all are trained, their steps interleaved.
+        target_loss: training loss at which the smoothed loss of a system has arrived.
+        max_steps: where a system that has not arrived is stopped.
+        ep: processes; the experts are spread over all of them.
+        smoothing_steps: the smoothed loss is the mean of this many last steps.
+        link_skip_steps, link_steps: the link speed comes from `link_steps` steps of fixed ownership after
+            `link_skip_steps` of warm-up.
+        link_bytes_per_s: a stated link speed; None takes it by the rule.
+
+    Raises:
+        ConfigError: a field is of the wrong type or out of range.
+    """
+
+    systems: tuple[str, ...] = ("megatron", "lrmoe")
+    target_loss: float = 2.0
+    max_steps: int = 400
+    ep: int = 2
+    smoothing_steps: int = 10
+    link_skip_steps: int = 3
+    link_steps: int = 5
+    link_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.systems, str) or not all(isinstance(name, str) for name in self.systems):
+            raise ConfigError(f"compare.systems={self.systems!r}: must be a list of names")
+        object.__setattr__(self, "systems", tuple(self.systems))
+        get_systems(self.systems)
+        for name, least in _INTEGERS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"compare.{name}={value!r}: must be an integer >= {least}")
+        _check_positive("target_loss", self.target_loss)
+        if self.link_bytes_per_s is not None:
+            _check_positive("link_bytes_per_s", self.link_bytes_per_s)
+
+
+_INTEGERS = {"max_steps": 1, "ep": 2, "smoothing_steps": 1, "link_skip_steps": 0, "link_steps": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A whole comparison.
+
+    Attributes:
+        preset: the preset that it started from.
+        compare: what is compared.
+        train: the run that each system does; `lrmoe` is the base of every system's configuration.
+    """
+
+    preset: str
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def systems(self) -> list[System]:
+        """The systems, in order."""
+        return get_systems(self.compare.systems)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.train.folder
+
+    def train_config(self, system: System) -> TrainConfig:
+        """What one system trains with."""
+        return dataclasses.replace(self.train, lrmoe=system.config(self.train.lrmoe))
+
+    @classmethod
+    def from_dict(cls, preset: str, values: Mapping[str, Any]) -> Experiment:
+        """Build from nested tables: [compare] and those of a training run.
+
+        Raises:
+            ConfigError: an unknown table or key, a bad value, or a system that cannot run with the rest.
+        """
+        tables = dict(values)
+        given = tables.pop("compare", {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"compare={given!r}: must be a table")
+        _refuse_unknown(given)
+        compare = CompareConfig(**given)
+        own = {"steps": compare.max_steps, **tables.get("train", {})}
+        experiment = cls(preset=preset, compare=compare, train=TrainConfig.from_dict({**tables, "train": own}))
+        for system in experiment.systems:
+            experiment.train_config(system)
+        return experiment
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Nested plain tables; fields that are None are left out, as TOML has no null."""
+        compare = {k: v for k, v in dataclasses.asdict(self.compare).items() if v is not None}
+        return {"compare": {**compare, "systems": list(self.compare.systems)}, **self.train.to_dict()}
+
+    def write(self, path: Path) -> None:
+        """Write the resolved configuration as TOML."""
+        import tomlkit
+
+        document = tomlkit.document()
+        document.add(tomlkit.comment("The resolved configuration of this comparison; lrmoe compare --config reads it."))
+        for name, values in self.to_dict().items():
+            document.add(name, tomlkit.item(values))
+        path.write_text(tomlkit.dumps(document), encoding="utf-8")
+
+
+def _refuse_unknown(given: Mapping[str, Any]) -> None:
+    valid = [item.name for item in dataclasses.fields(CompareConfig)]
+    for name in given:
+        if name not in valid:
+            near = difflib.get_close_matches(str(name), valid, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ConfigError(f"compare.{name}: no such key{hint}; valid in [compare]: {', '.join(valid)}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"compare.{name}={value!r}: must be a positive finite number")

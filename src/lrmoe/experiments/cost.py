@@ -1,0 +1,169 @@
+"""What one optimizer step cost in the MoE layers, taken over all ranks, and the stated speed of the link.
+
+Ranks that share cores say nothing through wall time about the slowest rank, so the critical path is built from each
+rank's own thread CPU time: per layer call and phase the largest over ranks, summed, plus the bytes of the rank that
+sends most in that phase over a stated link.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lrmoe.errors import RankError
+from lrmoe.telemetry import CallRecord
+
+LINK_RULE = (
+    "Link speed: the one at which exchange is one third of the layer's time under fixed ownership with balanced"
+    " counts, that is half of its compute time; taken once from its first steps and the same for all systems."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoad:
+    """Rows per rank of one layer in one step, summed over its calls.
+
+    Attributes:
+        layer: index of the MoE layer.
+        forward_R, backward_R: rows each rank computed forward and backward.
+    """
+
+    layer: int
+    forward_R: tuple[int, ...]
+    backward_R: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """One optimizer step of one system, over all MoE layer calls and ranks.
+
+    Attributes:
+        calls: layer calls in the step.
+        phase_ms: per phase, the sum over calls of the largest thread CPU time of any rank, in ms.
+        cpu_ms: thread CPU time of all phases, summed over calls and ranks, in ms.
+        wall_ms: wall time of all phases and calls of the slowest rank, in ms.
+        critical_bytes: sum over calls and phases of the most bytes that any rank sent to others.
+        wire_bytes: bytes sent to other ranks, summed over calls, phases and ranks.
+        pairs, kept: (token, expert) pairs of the step, and those that backward kept.
+        forward_peak_rows, backward_peak_rows: most rows of any rank in any call.
+        buffer_bytes: largest over ranks of the token buffers that are alive together: the stashes of a micro-batch's
+            calls, plus the most that one call needs beside its stash.
+        nonfinite_scores: scores that were not finite.
+        loads: rows per rank, one entry per layer.
+    """
+
+    calls: int
+    phase_ms: Mapping[str, float]
+    cpu_ms: float
+    wall_ms: float
+    critical_bytes: int
+    wire_bytes: int
+    pairs: int
+    kept: int
+    forward_peak_rows: int
+    backward_peak_rows: int
+    buffer_bytes: int
+    nonfinite_scores: int
+    loads: tuple[LayerLoad, ...]
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the step's pairs that backward kept; 1 where there were none."""
+        return self.kept / self.pairs if self.pairs else 1.0
+
+    def critical_s(self, link_bytes_per_s: float) -> float:
+        """Critical path of the step's MoE layers in seconds."""
+        return sum(self.phase_ms.values()) / 1e3 + self.critical_bytes / link_bytes_per_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a line of metrics.jsonl."""
+        values = asdict(self)
+        return {**values, "phase_ms": dict(self.phase_ms), "kept_share": self.kept_share}
+
+
+def step_cost(records_by_rank: Sequence[Sequence[CallRecord]]) -> StepCost:
+    """Take the records of one step of all ranks together.
+
+    Args:
+        records_by_rank: per rank, its records of the step; calls in the same order on all ranks.
+
+    Raises:
+        RankError: the ranks recorded different calls.
+    """
+    calls = _calls(records_by_rank)
+    return StepCost(
+        calls=len(calls),
+        phase_ms=_phase_ms(calls),
+        cpu_ms=sum(sum(record.ms.values()) for records in records_by_rank for record in records),
+        wall_ms=max(sum(record.wall_total_ms for record in records) for records in records_by_rank),
+        critical_bytes=sum(_critical_bytes(call) for call in calls),
+        wire_bytes=sum(record.wire_bytes for records in records_by_rank for record in records),
+        pairs=sum(call[0].pairs for call in calls),
+        kept=sum(call[0].kept for call in calls),
+        forward_peak_rows=max((max(call[0].forward_load_R) for call in calls), default=0),
+        backward_peak_rows=max((max(call[0].backward_load_R) for call in calls), default=0),
+        buffer_bytes=max(_buffer_bytes(records) for records in records_by_rank),
+        nonfinite_scores=sum(record.nonfinite_scores for records in records_by_rank for record in records),
+        loads=_loads(calls),
+    )
+
+
+def link_speed(costs: Sequence[StepCost]) -> float | None:
+    """Bytes per second at which exchange takes half as long as compute does, both shared evenly by the ranks.
+
+    Exchange is then one third of the layer's time. The number of ranks cancels: total bytes over half of the total
+    compute time. None where nothing was sent.
+    """
+    compute_s = sum(cost.cpu_ms for cost in costs) / 1e3
+    wire = sum(cost.wire_bytes for cost in costs)
+    return wire / (compute_s / 2) if wire and compute_s else None
+
+
+def _calls(records_by_rank: Sequence[Sequence[CallRecord]]) -> list[tuple[CallRecord, ...]]:
+    """Per call its records by rank."""
+    names = [[(r.step, r.micro_batch, r.layer) for r in records] for records in records_by_rank]
+    if any(name != names[0] for name in names):
+        raise RankError(f"the ranks recorded different layer calls: {[len(name) for name in names]} calls by rank")
+    return list(zip(*records_by_rank, strict=True))
+
+
+def _phase_ms(calls: Sequence[Sequence[CallRecord]]) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for call in calls:
+        for phase in call[0].ms:
+            total[phase] += max(record.ms.get(phase, 0.0) for record in call)
+    return dict(total)
+
+
+def _critical_bytes(call: Sequence[CallRecord]) -> int:
+    phases = {phase for record in call for phase in record.bytes}
+    return sum(max(record.bytes.get(phase, 0) for record in call) for phase in phases)
+
+
+def _buffer_bytes(records: Sequence[CallRecord]) -> int:
+    by_batch: dict[int, list[CallRecord]] = defaultdict(list)
+    for record in records:
+        by_batch[record.micro_batch].append(record)
+    return max(map(_batch_bytes, by_batch.values()), default=0)
+
+
+def _batch_bytes(records: Sequence[CallRecord]) -> int:
+    stashes = [record.mem.get("stash", 0) for record in records]
+    beside = [record.buffer_peak_bytes - stash for record, stash in zip(records, stashes, strict=True)]
+    return sum(stashes) + max(beside)
+
+
+def _loads(calls: Sequence[Sequence[CallRecord]]) -> tuple[LayerLoad, ...]:
+    by_layer: dict[int, list[CallRecord]] = defaultdict(list)
+    for call in calls:
+        by_layer[call[0].layer].append(call[0])
+    return tuple(
+        LayerLoad(
+            layer=layer,
+            forward_R=tuple(map(sum, zip(*(record.forward_load_R for record in records), strict=True))),
+            backward_R=tuple(map(sum, zip(*(record.backward_load_R for record in records), strict=True))),
+        )
+        for layer, records in sorted(by_layer.items())
+    )

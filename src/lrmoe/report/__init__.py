@@ -1,0 +1,1 @@
+"""Tables and the self-contained HTML page of a run."""

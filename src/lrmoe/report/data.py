@@ -1,0 +1,108 @@
+"""What tables and plots read: runs as typed, immutable values. load.py makes them from run folders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BASELINE = "megatron"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """What happened step by step; all tuples have one entry per step.
+
+    Attributes:
+        step: optimizer steps, from 1.
+        loss: global mean training loss.
+        smoothed: smoothed loss, None while the window fills.
+        critical_s: MoE-layer time so far, critical path, in seconds; empty where no link speed is stated.
+        wall_s: MoE-layer time so far, wall, in seconds.
+        kept_share: share of pairs that backward kept.
+    """
+
+    step: tuple[int, ...] = ()
+    loss: tuple[float | None, ...] = ()
+    smoothed: tuple[float | None, ...] = ()
+    critical_s: tuple[float, ...] = ()
+    wall_s: tuple[float, ...] = ()
+    kept_share: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRows:
+    """Mean rows per rank of one layer in the steps where backward was pruned (all steps where it never was).
+
+    Attributes:
+        layer: index of the MoE layer.
+        forward_R: rows each rank computed forward.
+        backward_R: rows each rank computed backward.
+    """
+
+    layer: int
+    forward_R: tuple[float, ...]
+    backward_R: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean load of a rank with nothing dropped."""
+        return sum(self.forward_R) / max(1, len(self.forward_R))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemRun:
+    """One system's part of a run; a training run has exactly one.
+
+    Attributes:
+        name: how plots and tables call it.
+        figures: its entry of summary.json (numbers, flags, and nested mappings).
+        series: step by step.
+        loads: rows per rank, one entry per layer.
+        phase_ms: per phase, milliseconds of a layer call on the critical path; "wire" is bytes over the link.
+        config: the LRMoEConfig it ran with.
+    """
+
+    name: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    series: Series = field(default_factory=Series)
+    loads: tuple[LayerRows, ...] = ()
+    phase_ms: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def number(self, name: str) -> float | None:
+        """A finite figure of the summary, or None."""
+        value = self.figures.get(name)
+        finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if finite and value is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run folder.
+
+    Attributes:
+        name: the folder's name.
+        kind: "compare" or "train".
+        summary: summary.json as it is.
+        config: the resolved configuration, tables of config.toml.
+        systems: what ran.
+    """
+
+    name: str
+    kind: str
+    summary: Mapping[str, Any]
+    config: Mapping[str, Any]
+    systems: tuple[SystemRun, ...]
+
+    @property
+    def baseline(self) -> SystemRun | None:
+        """The fixed-ownership system that others are measured against, where it ran."""
+        return next((s for s in self.systems if s.name == BASELINE), None) if self.kind == "compare" else None
+
+    @property
+    def target_loss(self) -> float | None:
+        """The loss that ends the comparison; None for a training run."""
+        value = self.summary.get("target_loss")
+        return float(value) if isinstance(value, int | float) else None
