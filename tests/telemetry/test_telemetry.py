@@ -1,0 +1,107 @@
+"""Records, the clock, the ledger and the critical path, on hand-made numbers."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lrmoe.telemetry import PHASES, CallRecord, Ledger, PhaseClock, Telemetry, critical_path_ms, figure
+from lrmoe.telemetry.ledger import buffer_peak
+from lrmoe.telemetry.record import OpenCall
+
+
+def record(**fields: Any) -> CallRecord:
+    given: dict[str, Any] = {
+        "step": 0,
+        "micro_batch": 0,
+        "layer": 0,
+        "world_size": 2,
+        "tokens": 4,
+        "pairs": 8,
+        "kept": 6,
+        "drop_reason": "always",
+        "counts_E": [6, 2],
+        "quota_E": [4, 2],
+        "forward_load_R": [6, 2],
+        "backward_load_R": [4, 2],
+    }
+    return CallRecord(**{**given, **fields})
+
+
+def test_shares_and_peaks_are_over_the_complete_call() -> None:
+    one = record(energy=4.0, energy_dropped=1.0, variance_added=2.0, bytes={"dispatch": 3, "exchange": 4})
+    assert (one.kept_share, one.forward_peak, one.backward_peak) == (0.75, 1.5, 1.0)
+    assert (one.dropped_energy, one.added_variance, one.wire_bytes) == (0.25, 0.5, 7)
+
+
+def test_an_empty_call_has_no_division_by_zero() -> None:
+    empty = record(pairs=0, kept=0, forward_load_R=[0, 0], backward_load_R=[0, 0])
+    assert (empty.kept_share, empty.forward_peak, empty.backward_peak) == (1.0, 0.0, 0.0)
+    assert (empty.dropped_energy, empty.added_variance) == (0.0, 0.0)
+
+
+def test_the_flat_form_is_json_with_the_documented_names() -> None:
+    flat = json.loads(json.dumps(record(ms={"plan": 2.0}, mem={"stash": 5}, bytes={"exchange": 9}).as_dict()))
+    assert flat["ms_plan"] == 2.0
+    assert flat["bytes_exchange"] == 9
+    assert flat["mem_stash_measured"] == 5
+    assert {f"{kind}_{phase}" for kind in ("ms", "bytes") for phase in PHASES} <= set(flat)
+    documented = "kept_share forward_peak backward_peak dropped_energy added_variance nonfinite_scores chunks"
+    assert {*documented.split(), "drop_reason"} <= set(flat)
+
+
+def test_the_critical_path_takes_the_slowest_rank_per_call_and_phase() -> None:
+    first = [record(ms={"plan": 1.0, "experts": 5.0}, bytes={"dispatch": 1000}), record(ms={"experts": 1.0})]
+    second = [record(ms={"plan": 3.0, "experts": 2.0}, bytes={"dispatch": 4000}), record(ms={"experts": 9.0})]
+    assert critical_path_ms([first, second], float("inf")) == pytest.approx(3 + 5 + 9)
+    assert critical_path_ms([first, second], 1e6) == pytest.approx(3 + 5 + 9 + 4)
+    with pytest.raises(ValueError, match="zip"):
+        critical_path_ms([first, second[:1]], 1e6)
+
+
+def test_the_clock_charges_cpu_time_to_the_phase_and_keeps_wall_beside_it() -> None:
+    clock = PhaseClock(torch.device("cpu"))
+    for _ in range(2):
+        with clock.phase("plan"):
+            time.sleep(0.02)
+    busy, wall = clock.read()
+    assert set(busy) == set(wall) == {"plan"}
+    assert wall["plan"] >= 40
+    assert busy["plan"] < wall["plan"] / 2
+
+
+def test_the_ledger_counts_each_storage_once_per_part() -> None:
+    ledger, rows = Ledger(), torch.zeros(10, 4)
+    ledger.add("stash", rows, rows[2:], None, torch.zeros(0))
+    ledger.add("dispatched", rows)
+    assert ledger.read()["stash"] == ledger.read()["dispatched"] == 160
+    ledger.seal()
+    ledger.add("stash", rows)
+    assert ledger.read()["stash"] == 320
+    assert ledger.read()["backward"] == 0
+
+
+def test_the_buffer_peak_is_the_larger_of_both_passes() -> None:
+    assert buffer_peak({"dispatched": 5, "stash": 10, "outputs": 1, "backward": 3}) == 16
+    assert buffer_peak({"dispatched": 5, "stash": 10, "outputs": 1, "backward": 30}) == 40
+    assert buffer_peak({"weights": 99}) == 0
+
+
+def test_telemetry_drains_in_call_order_and_is_bounded() -> None:
+    telemetry = Telemetry(limit=3)
+    for layer, step in ((1, 0), (0, 0), (1, 1), (0, 1)):
+        telemetry.add(OpenCall(record=record(step=step, layer=layer), clock=PhaseClock(torch.device("cpu"))))
+    assert [(r.step, r.layer) for r in telemetry.records] == [(0, 0), (1, 1), (1, 0)]
+    assert [(r.step, r.layer) for r in telemetry.drain()] == [(0, 0), (1, 0), (1, 1)]
+    assert telemetry.drain() == []
+
+
+def test_a_figure_is_one_json_line_with_its_context() -> None:
+    one = json.loads(json.dumps(figure("layer.fp32.drop0.over_gemms", 1.25, "ratio", "lower", seed=3)))
+    assert {"name", "value", "unit", "better", "context"} == set(one)
+    assert {"command", "seed", "versions", "hardware", "date"} <= set(one["context"])
+    assert one["context"]["seed"] == 3
