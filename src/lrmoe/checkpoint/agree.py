@@ -30,17 +30,15 @@ def gathered(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T
         LRMoEError: `action` failed on some rank. Every rank raises the lowest failing rank's error: of its class when
             it is one of this package's, a RankError otherwise. The rank's own error is the cause where there is one.
     """
+    if size_of(group) == 1:
+        return [action()]
     own: Exception | None = None
-    outcome: tuple[str, str, Any] = ("", "", None)
+    outcome: tuple[str, str, T | None]
     try:
         outcome = ("", "", action())
     except Exception as error:
         own = error
         outcome = (type(error).__name__, str(error), None)
-    if size_of(group) == 1:
-        if own is not None:
-            raise own
-        return [outcome[2]]
     outcomes: list[Any] = [None] * size_of(group)
     dist.all_gather_object(outcomes, outcome, group=group)
     for rank, (name, message, _) in enumerate(outcomes):

@@ -1,0 +1,229 @@
+"""Figures of a step, and where they go: metrics.jsonl, TensorBoard, a progress bar or log lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from lrmoe.telemetry import PHASES, CallRecord
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step. Everything but `records` and `step_ms` is the same on all ranks.
+
+    Attributes:
+        step: optimizer steps done, this one included.
+        loss: mean over all tokens of all ranks.
+        lr: learning rate of the step.
+        grad_norm: of the whole gradient before clipping; not finite where the step was skipped.
+        skipped: whether the update was left out because the gradient was not finite.
+        tokens: of all ranks.
+        step_ms: wall time of the step on this rank.
+        records: this rank's layer calls, by micro-batch and layer.
+        records_by_rank: every rank's; position i is the same call on all.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    skipped: bool
+    tokens: int
+    step_ms: float
+    records: list[CallRecord]
+    records_by_rank: list[list[CallRecord]]
+
+    @property
+    def moe_ms_wall(self) -> float:
+        """Wall time in MoE layers: of all the step's calls, on the rank where it is largest."""
+        return max((sum(r.wall_total_ms for r in records) for records in self.records_by_rank), default=0.0)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that all ranks sent to other ranks in MoE layers."""
+        return sum(r.wire_bytes for records in self.records_by_rank for r in records)
+
+    @property
+    def kept_share(self) -> float:
+        """Pairs that took part in backward over all pairs of the step."""
+        pairs = sum(r.pairs for r in self.records)
+        return sum(r.kept for r in self.records) / pairs if pairs else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """One line of metrics.jsonl: `lrmoe/<name>` is the mean over layers, `lrmoe/<name>_worst` the worst layer."""
+        names = (
+            "step",
+            "loss",
+            "lr",
+            "grad_norm",
+            "skipped",
+            "tokens",
+            "step_ms",
+            "moe_ms_wall",
+            "wire_bytes",
+        )
+        flat: dict[str, Any] = {name: getattr(self, name) for name in names}
+        flat["tokens_per_s"] = self.tokens / self.step_ms * 1e3
+        return {**flat, **layer_figures(self.records_by_rank)}
+
+
+# name -> (value of one call given all ranks' records of it, which of two layers is worse)
+_Figure = tuple[Callable[[Sequence[CallRecord]], float], Callable[[Sequence[float]], float]]
+
+
+def _over_energy(name: str) -> Callable[[Sequence[CallRecord]], float]:
+    def share(call: Sequence[CallRecord]) -> float:
+        energy = sum(r.energy for r in call)
+        return sum(getattr(r, name) for r in call) / energy if energy else 0.0
+
+    return share
+
+
+_FIGURES: dict[str, _Figure] = {
+    "kept_share": (lambda call: call[0].kept_share, min),
+    "forward_peak": (lambda call: call[0].forward_peak, max),
+    "backward_peak": (lambda call: call[0].backward_peak, max),
+    "dropped_energy": (_over_energy("energy_dropped"), max),
+    "added_variance": (_over_energy("variance_added"), max),
+    "nonfinite_scores": (lambda call: sum(r.nonfinite_scores for r in call), max),
+    "chunks": (lambda call: call[0].chunks, max),
+}
+
+
+def layer_figures(records_by_rank: Sequence[Sequence[CallRecord]]) -> dict[str, Any]:
+    """Telemetry of one step under `lrmoe/`: bytes summed over ranks, times and memory of the slowest or fullest one."""
+    calls = list(zip(*records_by_rank, strict=True))
+    if not calls:
+        return {}
+    flat: dict[str, Any] = {}
+    for name, (value, worst) in _FIGURES.items():
+        _put(flat, name, [value(call) for call in calls], worst)
+    for phase in PHASES:
+        _put(flat, f"bytes_{phase}", [sum(r.bytes.get(phase, 0) for r in call) for call in calls], max)
+        _put(flat, f"ms_{phase}", [max(r.ms.get(phase, 0.0) for r in call) for call in calls], max)
+    for part in sorted({part for call in calls for part in call[0].mem}):
+        _put(flat, f"mem_{part}_measured", [max(r.mem.get(part, 0) for r in call) for call in calls], max)
+    reasons = [call[0].drop_reason for call in calls]
+    flat["lrmoe/drop_reason"] = max(set(reasons), key=reasons.count)
+    return flat
+
+
+def _put(
+    flat: dict[str, Any], name: str, values: Sequence[float], worst: Callable[[Sequence[float]], float]
+) -> None:
+    flat[f"lrmoe/{name}"] = sum(values) / len(values)
+    flat[f"lrmoe/{name}_worst"] = worst(values)
+
+
+class MetricsWriter:
+    """metrics.jsonl, and TensorBoard where it is installed. Used on rank 0.
+
+    Args:
+        folder: the run's folder.
+        resume_step: keep lines up to this step and go on after them; None starts anew.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+        path = folder / "metrics.jsonl"
+        kept = _lines_until(path, resume_step) if resume_step is not None and path.exists() else []
+        self._file: IO[str] = path.open("w", encoding="utf-8")
+        self._file.writelines(kept)
+        self._board: Any = None
+        if importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Add one line; numbers also go to TensorBoard."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a log line every `every` steps, never control characters."""
+
+    def __init__(self, total: int, *, start: int = 0, every: int = 10, enabled: bool = True) -> None:
+        self._total = total
+        self._every = every
+        self._enabled = enabled
+        self._bar: Any = None
+        if enabled and sys.stderr.isatty():
+            self._open_bar(start)
+
+    def _open_bar(self, start: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+        from rich.progress import (
+            Progress as Bar,
+        )
+
+        columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
+        self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+        self._task = self._bar.add_task("", total=self._total, completed=start)
+        self._bar.start()
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show one step."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=metrics.step, description=describe(metrics))
+        elif self._enabled and (metrics.step % self._every == 0 or metrics.step in (1, self._total)):
+            log.info("step %d/%d  %s", metrics.step, self._total, describe(metrics))
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def describe(metrics: StepMetrics) -> str:
+    """Loss, kept share, peak over mean load of the worst layer in backward, MoE-layer time, tokens per second."""
+    peak = max((r.backward_peak for r in metrics.records), default=0.0)
+    speed = metrics.tokens / metrics.step_ms * 1e3
+    skipped = "  skipped: gradient not finite" if metrics.skipped else ""
+    return (
+        f"loss {metrics.loss:.4f}  kept {metrics.kept_share:.2f}  peak {peak:.2f}  "
+        f"moe {metrics.moe_ms_wall:.0f} ms  {speed:.0f} tok/s{skipped}"
+    )

@@ -1,0 +1,64 @@
+"""Call records of all ranks on every rank, by one gather of a small matrix per step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lrmoe.checkpoint.agree import rank_of, size_of
+from lrmoe.telemetry import PARTS, PHASES, CallRecord
+
+# What differs between ranks; everything else in a record is the same on all of them.
+_SCALARS = (
+    "rows_forward_local",
+    "rows_backward_local",
+    "energy",
+    "energy_dropped",
+    "variance_added",
+    "nonfinite_scores",
+)
+_TABLES = (("ms", PHASES), ("wall_ms", PHASES), ("bytes", PHASES), ("mem", PARTS))
+_WHOLE = {"rows_forward_local", "rows_backward_local", "nonfinite_scores", "bytes", "mem"}
+
+
+def gather_records(
+    records: Sequence[CallRecord], group: dist.ProcessGroup | None, device: torch.device
+) -> list[list[CallRecord]]:
+    """Records of one step by rank; position i of every rank's list is the same layer call.
+
+    Every rank must hold equally many, which the layer sees to: all ranks join all calls.
+    """
+    if size_of(group) == 1:
+        return [list(records)]
+    rows = torch.tensor([_encode(r) for r in records], dtype=torch.float64, device=device)
+    table = rows.new_empty((size_of(group), *rows.shape))
+    dist.all_gather_into_tensor(table.view(-1), rows.view(-1), group=group)
+    by_rank = [
+        [_decode(record, row) for record, row in zip(records, rows_of_rank, strict=True)]
+        for rows_of_rank in table.tolist()
+    ]
+    by_rank[rank_of(group)] = list(records)
+    return by_rank
+
+
+def _encode(record: CallRecord) -> list[float]:
+    row = [float(getattr(record, name)) for name in _SCALARS]
+    for field, names in _TABLES:
+        values = getattr(record, field)
+        row += [float(values.get(name, 0)) for name in names]
+    return row
+
+
+def _decode(record: CallRecord, row: list[float]) -> CallRecord:
+    changes: dict[str, object] = {
+        name: int(value) if name in _WHOLE else value for name, value in zip(_SCALARS, row, strict=False)
+    }
+    start = len(_SCALARS)
+    for field, names in _TABLES:
+        values = row[start : start + len(names)]
+        start += len(names)
+        changes[field] = dict(zip(names, map(int, values) if field in _WHOLE else values, strict=True))
+    return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
