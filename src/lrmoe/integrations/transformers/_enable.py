@@ -1,0 +1,151 @@
+"""`register` and `enable`: the two calls that change something."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.errors import ConfigError
+from lrmoe.integrations.transformers._binding import (
+    NAME,
+    Binding,
+    LRMoEEP,
+    dispatch_here,
+    experts_forward,
+    make_binding,
+)
+from lrmoe.integrations.transformers._compat import ALL_EXPERTS_FUNCTIONS, EPImplementationInterface
+from lrmoe.integrations.transformers._experts import find_experts, read_spec
+from lrmoe.integrations.transformers._handle import Handle
+from lrmoe.integrations.transformers._padding import PaddingHooks, host_of
+from lrmoe.integrations.transformers._summary import SummedTelemetry
+from lrmoe.layer import MoELayer, StepClock
+
+
+def register() -> None:
+    """Make "lrmoe" known to Transformers, as experts implementation and as expert-parallel implementation.
+
+    Call it before `from_pretrained`; calling it again does nothing. It changes no model: what runs under the name is
+    exact until `enable`.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    EPImplementationInterface.register(NAME, LRMoEEP)
+
+
+def enable(
+    model: nn.Module, config: LRMoEConfig | None = None, *, group: ProcessGroup | None = None
+) -> Handle:
+    """Run every experts module of a Transformers model through lrmoe, and say in one line what it will do.
+
+    Works on one device, under data parallelism (before or after wrapping with DDP or `fully_shard`), on a model loaded
+    with `DistributedConfig(..., ep_implementation="lrmoe")`, and on one cut with `shard_experts`. Every rank calls it,
+    with the same configuration.
+
+    Args:
+        model: holds experts modules of any class decorated with Transformers' `use_experts_implementation`.
+        config: default `LRMoEConfig()`; `max_drop=0` is exact.
+        group: the expert-parallel group of a model cut with `shard_experts`; it may be left out.
+
+    Returns:
+        The handle. Attach it to the optimizer, or call its `step()` once per optimizer step.
+
+    Raises:
+        UnsupportedError: an experts module has a flag, parameter or activation that lrmoe does not execute, or there
+            is none. Nothing has been changed then.
+        ConfigError: the model is enabled already, or `group` is not the one its experts are spread over.
+    """
+    config = LRMoEConfig() if config is None else config
+    modules = find_experts(model)
+    bindings = {name: _checked(module, name, group) for name, module in modules.items()}
+    clock, telemetry = StepClock(), SummedTelemetry()
+    layers = {
+        name: binding.build(config, layer=number, clock=clock, telemetry=telemetry)
+        for number, (name, binding) in enumerate(bindings.items())
+    }
+    hooks = PaddingHooks(host_of(model))
+    register()
+    undo: list[Callable[[], None]] = [hooks.remove]
+    spread = next(iter(bindings.values())).group
+    handle = Handle(config=config, layers=layers, telemetry=telemetry, clock=clock, group=spread, undo=undo)
+    for name, binding in bindings.items():
+        undo.append(_switch(modules[name], binding, layers[name], handle))
+    _announce(describe(config, len(layers), 1 if spread is None else spread.size()))
+    return handle
+
+
+def _checked(module: nn.Module, name: str, group: ProcessGroup | None) -> Binding:
+    """The binding to enable. Whatever can be refused is refused here; the module is not changed."""
+    spec = read_spec(module, name)
+    binding: Binding | None = getattr(module, "_lrmoe", None)
+    if binding is None:
+        binding = make_binding(module, name)
+    if binding.layer is not None:
+        raise ConfigError(f"{name}: lrmoe is enabled on this model already; call handle.disable() first")
+    if group is not None and binding.group is None and group.size() > 1:
+        raise ConfigError(
+            f"{name}: a group of {group.size()} ranks was given, but this rank holds all experts; cut them with "
+            "shard_experts(model, group) first, or leave group out"
+        )
+    if group is not None and binding.group is not None and _ranks(group) != _ranks(binding.group):
+        raise ConfigError(
+            f"{name}: group has ranks {_ranks(group)}, its experts are spread over {_ranks(binding.group)}"
+        )
+    if spec != binding.spec:
+        raise ConfigError(
+            f"{name}: its experts changed from {binding.spec} to {spec} since the model was loaded"
+        )
+    return binding
+
+
+def _ranks(group: ProcessGroup) -> list[int]:
+    return list(dist.get_process_group_ranks(group))
+
+
+def _switch(module: nn.Module, binding: Binding, layer: MoELayer, handle: Handle) -> Callable[[], None]:
+    """Put `layer` in force; returns what takes it out again."""
+    before = module.config
+    bound = getattr(module, "_lrmoe", None)
+    binding.layer, binding.owner = layer, handle
+    module._lrmoe = binding  # type: ignore[assignment]
+    dispatch_here(module)
+
+    def undo() -> None:
+        binding.layer = binding.owner = None
+        module.config = before
+        if bound is None:
+            del module._lrmoe
+
+    return undo
+
+
+def _announce(line: str) -> None:
+    """To stderr, on the first rank only."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        sys.stderr.write(f"lrmoe: {line}\n")
+
+
+def describe(config: LRMoEConfig, layers: int, ranks: int) -> str:
+    """What the enabled layers will do, in one line."""
+    where = (
+        f"{layers} MoE layer{'s' if layers > 1 else ''}, experts over {ranks} rank{'s' if ranks > 1 else ''}"
+    )
+    if config.observe:
+        return (
+            f"{where}; observing: backward keeps every (token, expert) pair, exact; handle.summary() reports"
+        )
+    if config.max_drop == 0:
+        return f"{where}; backward keeps every (token, expert) pair: max_drop=0 is exact"
+    kept = f"{1 - config.max_drop:.0%}"
+    amount = f"at least {kept}" if config.drop == "overload" else kept
+    span = f"from optimizer step {config.warmup_steps}"
+    if config.cooldown_steps and config.total_steps is not None:
+        span += f" to {config.total_steps - config.cooldown_steps}"
+    return (
+        f"{where}; backward keeps {amount} of the (token, expert) pairs {span} (estimator={config.estimator!r}, "
+        f"score={config.score!r}) and all of them before; forward is complete; max_drop=0 is exact"
+    )

@@ -1,0 +1,105 @@
+"""From call records to figures a person reads: means over the run, and mean and worst layer for loggers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lrmoe.telemetry import CallRecord, Telemetry
+
+# Quantity of a record -> which layer is the worst one.
+_WORST: dict[str, Callable[[Iterable[float]], float]] = {
+    "kept_share": min,
+    "forward_peak": max,
+    "backward_peak": max,
+    "dropped_energy": max,
+    "added_variance": max,
+}
+
+
+class Totals:
+    """Sums over training calls of this rank, added record by record, read as means."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._sums: dict[str, float] = defaultdict(float)
+        self._observed: dict[str, float] = defaultdict(float)
+        self._reasons: dict[str, int] = defaultdict(int)
+        self._buffer_peak = 0
+
+    def copy(self) -> Totals:
+        """An independent copy."""
+        other = Totals()
+        other._calls, other._buffer_peak = self._calls, self._buffer_peak
+        for mine, theirs in ((self._sums, other._sums), (self._observed, other._observed)):
+            theirs.update(mine)
+        other._reasons.update(self._reasons)
+        return other
+
+    def add(self, records: Iterable[CallRecord]) -> None:
+        """Add calls; those of an evaluation do not count."""
+        for record in records:
+            if record.drop_reason == "eval":
+                continue
+            self._calls += 1
+            for name in (*_WORST, "pairs", "kept", "wire_bytes", "nonfinite_scores", "wall_total_ms"):
+                self._sums[name] += getattr(record, name)
+            for name, value in record.observed.items():
+                self._observed[name] += value
+            self._reasons[record.drop_reason] += 1
+            self._buffer_peak = max(self._buffer_peak, record.buffer_peak_bytes)
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-able: see `Handle.summary`."""
+        calls, pairs = max(self._calls, 1), self._sums["pairs"]
+        found: dict[str, Any] = {"calls": self._calls, "drop_reasons": dict(self._reasons)}
+        found["kept_share"] = self._sums["kept"] / pairs if pairs else 1.0
+        for name in ("forward_peak", "backward_peak", "dropped_energy", "added_variance"):
+            found[name] = self._sums[name] / calls
+        found["moe_layer_ms"] = self._sums["wall_total_ms"] / calls
+        found["wire_bytes"] = int(self._sums["wire_bytes"])
+        found["buffer_peak_bytes"] = self._buffer_peak
+        found["nonfinite_scores"] = int(self._sums["nonfinite_scores"])
+        if self._observed:
+            found["observed"] = {name: value / calls for name, value in self._observed.items()}
+        return found
+
+
+class SummedTelemetry(Telemetry):
+    """Telemetry that keeps running totals, whoever drains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._totals = Totals()
+
+    def drain(self) -> list[CallRecord]:
+        """Records of finished calls, which are then forgotten but for the totals."""
+        records = super().drain()
+        self._totals.add(records)
+        return records
+
+    def totals(self) -> Totals:
+        """Totals over all calls so far, drained or not."""
+        totals = self._totals.copy()
+        totals.add(self.records)
+        return totals
+
+
+def figures(records: Iterable[CallRecord]) -> dict[str, float]:
+    """`lrmoe/<quantity>` (mean over layers) and `lrmoe/<quantity>_worst` (worst layer) of training calls."""
+    layers: dict[int, list[CallRecord]] = defaultdict(list)
+    for record in records:
+        if record.drop_reason != "eval":
+            layers[record.layer].append(record)
+    if not layers:
+        return {}
+    found: dict[str, float] = {}
+    for name, worst in _WORST.items():
+        means = [sum(getattr(r, name) for r in calls) / len(calls) for calls in layers.values()]
+        found[f"lrmoe/{name}"] = sum(means) / len(means)
+        found[f"lrmoe/{name}_worst"] = worst(means)
+    calls = [record for group in layers.values() for record in group]
+    found["lrmoe/nonfinite_scores"] = float(sum(r.nonfinite_scores for r in calls))
+    found["lrmoe/moe_layer_ms"] = sum(r.wall_total_ms for r in calls) / len(calls)
+    return found
