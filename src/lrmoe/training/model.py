@@ -89,9 +89,16 @@ def _shard(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         lrmoe_hf.shard_experts(model, group)
 
 
-def expert_span(parameter: Tensor) -> tuple[int, int] | None:
-    """(first global id, number of experts of all ranks) of an experts parameter after sharding; None for others."""
-    return getattr(parameter, "lrmoe_expert", None)
+def expert_spans(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Name of every experts parameter -> (first global expert id on this rank, number of experts of all ranks)."""
+    from lrmoe.integrations import transformers as lrmoe_hf
+
+    experts = {id(parameter) for parameter in lrmoe_hf.expert_parameters(model)}
+    return {
+        name: getattr(parameter, "lrmoe_expert", (0, parameter.shape[0]))
+        for name, parameter in model.named_parameters()
+        if id(parameter) in experts
+    }
 
 
 def _load(folder: Path, config: Any, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
@@ -100,8 +107,10 @@ def _load(folder: Path, config: Any, device: torch.device, group: dist.ProcessGr
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _shard(model, group)
-    spans = {name: expert_span(p) for name, p in model.named_parameters()}
+    spans = expert_spans(model)
     model.to_empty(device=device)
+    for name, span in spans.items():
+        model.get_parameter(name).lrmoe_expert = span  # to_empty made new parameters
     model.tie_weights()
     _fill_rotary(model)
     with _Shards.opened(folder) as shards, torch.no_grad():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lrmoe.checkpoint.agree import size_of
 from lrmoe.training.config import OptimConfig
-from lrmoe.training.model import expert_span
+from lrmoe.training.model import expert_spans
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -72,8 +72,12 @@ class Parameters:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._world_size = size_of(group)
-        self.entries = [_entry(name, p, _dtype_of(model, name, dtype)) for name, p in model.named_parameters()
-                        if p.requires_grad]  # fmt: skip
+        spans = expert_spans(model)
+        self.entries = [
+            _entry(name, p, _dtype_of(model, name, dtype), spans.get(name))
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
         self.dense = [entry for entry in self.entries if entry.span is None]
         self.experts = [entry for entry in self.entries if entry.span is not None]
         self._flat = self._bind_dense()
@@ -137,8 +141,7 @@ class Parameters:
                 entry.parameter.copy_(entry.master)
 
 
-def _entry(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Entry:
-    span = expert_span(parameter)
+def _entry(name: str, parameter: nn.Parameter, dtype: torch.dtype, span: tuple[int, int] | None) -> Entry:
     master: Tensor = parameter
     if parameter.dtype != dtype:
         master = parameter.detach().clone()

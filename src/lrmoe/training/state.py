@@ -8,14 +8,14 @@ state.json                       counters, corpus, configuration, controllers of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, open_latest, save
+from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, gathered, open_latest, save
 from lrmoe.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def load_trainer(trainer: Trainer) -> int:
     agreed(trainer.group, lambda: _read_tensors(trainer, checkpoint))
     state = checkpoint.state
     trainer.steps_done, trainer.steps_skipped = state["steps_done"], state["steps_skipped"]
-    trainer.handle.load_state_dict(state["layers"])
+    trainer.handle.load_state_dict(reshard(state["layers_by_rank"], trainer.rank, trainer.world_size))
     trainer.parameters.publish()
     trainer.parameters.zero_grad()
     return trainer.steps_done
@@ -81,8 +81,26 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "updates": trainer.optimizer.updates,
         "corpus": {"name": trainer.corpus.name, "sha256": trainer.corpus.fingerprint},
         "config": trainer.config.to_dict(),
-        "layers": trainer.handle.state_dict(),
+        "layers_by_rank": gathered(trainer.group, trainer.handle.state_dict),
     }
+
+
+def reshard(states: Sequence[Any], rank: int, world_size: int) -> Any:
+    """State of the layers' controllers for one of `world_size` ranks, from the states of the ranks that saved.
+
+    A list has one value per expert of its rank: joined in rank order it covers all experts, and each rank takes its
+    part. Everything else is the same on all ranks.
+    """
+    if len(states) == world_size:
+        return states[rank]
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: reshard([state[key] for state in states], rank, world_size) for key in first}
+    if isinstance(first, list):
+        joined = [value for state in states for value in state]
+        count = len(joined) // world_size
+        return joined[rank * count : (rank + 1) * count]
+    return first
 
 
 def _check_corpus(trainer: Trainer, checkpoint: Checkpoint) -> None:

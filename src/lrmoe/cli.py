@@ -1,0 +1,198 @@
+"""The command line: options here, work in the modules below, imported only when a command runs.
+
+Exit codes: 0 done, 1 failed, 2 bad usage, 3 infeasible (budget).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import lrmoe
+from lrmoe.errors import ConfigError, InfeasibleError, UnsupportedError
+
+app = typer.Typer(
+    name="lrmoe",
+    help="Train Mixture-of-Experts models with a pruned, compacted backward pass.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="TOML file with the run's tables.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="TABLE.KEY=VALUE", help="Change one key of the configuration; may be repeated."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Results to stdout as JSON, everything else to stderr.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ep", min=1, metavar="N", help="Ranks that share the experts, as local processes."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="On an error, print the traceback as well.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lrmoe {lrmoe.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Example: lrmoe train --preset qwen3-moe-tiny --steps 50")
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train Mixture-of-Experts models with a pruned, compacted backward pass."""
+
+
+@app.command(epilog="Example: lrmoe train --steps 50 --set lrmoe.max_drop=0.2")
+def train(
+    preset: Annotated[str | None, typer.Option(help="Model: qwen3-moe-tiny or glm4-moe-tiny.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    name: Annotated[str | None, typer.Option(help="The run's folder is runs/<name>.")] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    ep: Ranks = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest usable checkpoint of the run.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model from transformers, alone or expert-parallel, on text.
+
+    Writes runs/<name>/: config.toml, metrics.jsonl, summary.json, checkpoints/. Under torchrun the ranks it started
+    share the experts; otherwise --ep N starts N local CPU processes.
+    """
+    from lrmoe.training.config import TrainConfig
+
+    options = {"model.preset": preset, "train.steps": steps, "train.name": name}
+    given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    settings = TrainConfig.load(config, [*(overrides or []), *given])
+    summary = _train(settings.to_dict(), resume, ep)
+    if summary is None:
+        return
+    if as_json:
+        typer.echo(json.dumps(summary))
+    else:
+        typer.echo(_describe(summary), err=True)
+
+
+def _train(settings: dict[str, Any], resume: bool, ep: int | None) -> Mapping[str, Any] | None:
+    """Train where torchrun put this process, alone, or in new processes; None on ranks that have nothing to say."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if ep is not None and ep != int(os.environ["WORLD_SIZE"]):
+            raise ConfigError(
+                f"--ep {ep}: torchrun started {os.environ['WORLD_SIZE']} ranks, which share the experts"
+            )
+        from lrmoe.training.run import run_rank
+
+        summary = run_rank(settings, resume, True)
+        return summary if os.environ["RANK"] == "0" else None
+    if ep is None or ep == 1:
+        from lrmoe.training.run import run_rank
+
+        return run_rank(settings, resume, True)
+    from lrmoe.training.launch import run_workers
+
+    if settings["train"]["device"] == "cuda":
+        raise ConfigError(
+            f"--ep {ep} with train.device='cuda': start the ranks with torchrun --nproc-per-node {ep}"
+        )
+    settings["train"]["device"] = "cpu"
+    results: list[Mapping[str, Any]] = run_workers(
+        "lrmoe.training.run:run_rank", ep, (settings, resume, True)
+    )
+    return results[0]
+
+
+def _describe(summary: Mapping[str, Any]) -> str:
+    loss = "" if summary["final_loss"] is None else f", loss {summary['final_loss']:.4f}"
+    return f"{summary['folder']}: {summary['steps']} steps{loss}, {summary['seconds']:.0f} s"
+
+
+@app.command(epilog="Example: lrmoe compare --preset demo --name demo")
+def compare(
+    preset: Annotated[str, typer.Option(help="Comparison that ships with the package.")] = "demo",
+    systems: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Systems to compare, e.g. megatron,lrmoe,lrmoe-topk20.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The run's folder is runs/<name>.")] = None,
+    target_loss: Annotated[float | None, typer.Option(help="Smoothed training loss to reach.")] = None,
+    ep: Ranks = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, data and selection.")] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train the same model under several systems to the same loss and say what each needed.
+
+    Prints tables, writes runs/<name>/summary.json and a self-contained report.html.
+    """
+    from lrmoe.experiments.commands import compare as run
+
+    code = run(
+        preset=preset,
+        systems=None if systems is None else [part.strip() for part in systems.split(",") if part.strip()],
+        name=name,
+        target_loss=target_loss,
+        ep=ep,
+        seed=seed,
+        config=config,
+        overrides=overrides or [],
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
+
+
+@app.command(epilog="Example: lrmoe report runs/demo")
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One or two run folders.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page; unset: report.html in the first folder.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the HTML page of one run, or of two side by side."""
+    from lrmoe.report.commands import report as run
+
+    raise typer.Exit(run(runs=runs, out=out))
+
+
+def exit_code(error: BaseException) -> int:
+    """1 failed, 2 bad usage, 3 infeasible."""
+    if isinstance(error, InfeasibleError):
+        return 3
+    return 2 if isinstance(error, ConfigError | UnsupportedError) else 1
+
+
+def main() -> None:
+    """Entry point: run a command, turn errors into one line on stderr and an exit code."""
+    try:
+        app()
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exception(error)
+        own = isinstance(error, lrmoe.LRMoEError)
+        hint = "" if own or "--debug" in sys.argv else " (--debug shows where)"
+        print(f"error: {'' if own else type(error).__name__ + ': '}{error}{hint}", file=sys.stderr)
+        sys.exit(exit_code(error))
+
+
+if __name__ == "__main__":
+    main()
