@@ -43,9 +43,7 @@ class CompareConfig:
     link_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.systems, str) or not all(isinstance(name, str) for name in self.systems):
-            raise ConfigError(f"compare.systems={self.systems!r}: must be a list of names")
-        object.__setattr__(self, "systems", tuple(self.systems))
+        object.__setattr__(self, "systems", _names(self.systems))
         get_systems(self.systems)
         for name, least in _INTEGERS.items():
             value = getattr(self, name)
@@ -101,7 +99,13 @@ class Experiment:
         _refuse_unknown(given)
         compare = CompareConfig(**given)
         own = {"steps": compare.max_steps, **tables.get("train", {})}
-        experiment = cls(preset=preset, compare=compare, train=TrainConfig.from_dict({**tables, "train": own}))
+        if own.setdefault("device", "cpu") != "cpu":
+            raise ConfigError(
+                f"train.device={own['device']!r}: a comparison starts local CPU processes; valid: 'cpu'"
+            )
+        experiment = cls(
+            preset=preset, compare=compare, train=TrainConfig.from_dict({**tables, "train": own})
+        )
         for system in experiment.systems:
             experiment.train_config(system)
         return experiment
@@ -116,7 +120,9 @@ class Experiment:
         import tomlkit
 
         document = tomlkit.document()
-        document.add(tomlkit.comment("The resolved configuration of this comparison; lrmoe compare --config reads it."))
+        document.add(
+            tomlkit.comment("The resolved configuration of this comparison; lrmoe compare --config reads it.")
+        )
         for name, values in self.to_dict().items():
             document.add(name, tomlkit.item(values))
         path.write_text(tomlkit.dumps(document), encoding="utf-8")
@@ -131,6 +137,17 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"compare.{name}: no such key{hint}; valid in [compare]: {', '.join(valid)}")
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"compare.systems={value!r}: must be a list of names")
+    return tuple(value)
+
+
 def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
         raise ConfigError(f"compare.{name}={value!r}: must be a positive finite number")

@@ -125,7 +125,9 @@ def _calls(records_by_rank: Sequence[Sequence[CallRecord]]) -> list[tuple[CallRe
     """Per call its records by rank."""
     names = [[(r.step, r.micro_batch, r.layer) for r in records] for records in records_by_rank]
     if any(name != names[0] for name in names):
-        raise RankError(f"the ranks recorded different layer calls: {[len(name) for name in names]} calls by rank")
+        raise RankError(
+            f"the ranks recorded different layer calls: {[len(name) for name in names]} calls by rank"
+        )
     return list(zip(*records_by_rank, strict=True))
 
 

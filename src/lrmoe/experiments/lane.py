@@ -43,7 +43,9 @@ class StepLine:
 class Lane:
     """Collects the steps of one system until its smoothed loss reaches the target."""
 
-    def __init__(self, system: System, config: LRMoEConfig, *, target_loss: float, smoothing_steps: int) -> None:
+    def __init__(
+        self, system: System, config: LRMoEConfig, *, target_loss: float, smoothing_steps: int
+    ) -> None:
         self.system = system
         self.config = config
         self.lines: list[StepLine] = []
@@ -67,9 +69,9 @@ class Lane:
         return line
 
     @property
-    def diverged(self) -> bool:
-        """Whether the last loss is not finite: the system will not recover and stops."""
-        return bool(self.lines) and not math.isfinite(self.lines[-1].loss)
+    def running(self) -> bool:
+        """Whether the system goes on: it has not arrived, and its last loss is finite."""
+        return not self.reached and (not self.lines or math.isfinite(self.lines[-1].loss))
 
     def critical_s(self, link_bytes_per_s: float) -> float:
         """MoE-layer time so far, critical path, in seconds."""

@@ -23,7 +23,9 @@ class LossWindow:
         self._losses.append(loss)
         if len(self._losses) < (self._losses.maxlen or 1):
             return None
-        return math.fsum(self._losses) / len(self._losses) if all(map(math.isfinite, self._losses)) else math.nan
+        return (
+            math.fsum(self._losses) / len(self._losses) if all(map(math.isfinite, self._losses)) else math.nan
+        )
 
     @staticmethod
     def reaches(mean: float | None, target: float) -> bool:

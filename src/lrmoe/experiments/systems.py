@@ -50,7 +50,13 @@ SYSTEMS: Mapping[str, System] = MappingProxyType(
                 max_drop=0.0,
                 replica_slots=0,
             ),
-            _system("lrmoe", "pruned, compacted backward as configured", "current counts", policy="lrmoe", storage="owned"),
+            _system(
+                "lrmoe",
+                "pruned, compacted backward as configured",
+                "current counts",
+                policy="lrmoe",
+                storage="owned",
+            ),
             _system(
                 "lrmoe-sampled50",
                 "half of the pairs sampled for backward",

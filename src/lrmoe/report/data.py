@@ -21,6 +21,8 @@ class Series:
         critical_s: MoE-layer time so far, critical path, in seconds; empty where no link speed is stated.
         wall_s: MoE-layer time so far, wall, in seconds.
         kept_share: share of pairs that backward kept.
+        forward_peak, backward_peak: rows of the most loaded rank over the mean load, worst layer; empty where rows
+            per rank are known instead.
     """
 
     step: tuple[int, ...] = ()
@@ -29,6 +31,8 @@ class Series:
     critical_s: tuple[float, ...] = ()
     wall_s: tuple[float, ...] = ()
     kept_share: tuple[float | None, ...] = ()
+    forward_peak: tuple[float, ...] = ()
+    backward_peak: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ class SystemRun:
         figures: its entry of summary.json (numbers, flags, and nested mappings).
         series: step by step.
         loads: rows per rank, one entry per layer.
-        phase_ms: per phase, milliseconds of a layer call on the critical path; "wire" is bytes over the link.
+        phase_ms: per phase, milliseconds of a layer call on the slowest rank; "wire" is bytes over the link.
         config: the LRMoEConfig it ran with.
     """
 

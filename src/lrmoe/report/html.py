@@ -12,8 +12,10 @@ from typing import Any
 
 from lrmoe.errors import ConfigError, require_extra
 from lrmoe.report import tables
+from lrmoe.report.bars import load, phases
+from lrmoe.report.curves import kept, loss_against_steps, loss_against_time, peaks
 from lrmoe.report.data import Run, SystemRun
-from lrmoe.report.plots import Plot, plots
+from lrmoe.report.plot import Plot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,12 @@ class Section:
     details: Sequence[tables.Table]
 
 
+def check_installed() -> None:
+    """Raise MissingExtraError now if a page could not be rendered later."""
+    require_extra("jinja2", "report")
+    require_extra("plotly.offline", "report")
+
+
 def render(runs: Sequence[Run]) -> str:
     """The page of one or two runs.
 
@@ -41,7 +49,9 @@ def render(runs: Sequence[Run]) -> str:
     if not 1 <= len(runs) <= 2:
         raise ConfigError(f"runs: {len(runs)} given; a report shows one or two")
     jinja2, plotly = require_extra("jinja2", "report"), require_extra("plotly.offline", "report")
-    env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    env = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     sections = [_section(run, f"run{i}") for i, run in enumerate(runs)]
     # Markup is text of this package or escaped by _script_json; everything that a run names goes through autoescape.
     return str(
@@ -106,6 +116,12 @@ def _section(run: Run, anchor: str) -> Section:
     )
 
 
+def plots(run: Run) -> list[Plot]:
+    """All plots that the run has data for, in the page's order."""
+    made = (draw(run) for draw in (loss_against_time, loss_against_steps, load, peaks, phases, kept))
+    return [plot for plot in made if plot is not None]
+
+
 def verdict(run: Run) -> str:
     """One sentence: what the run showed, or that it did not reach its target."""
     if run.kind == "train":
@@ -116,10 +132,13 @@ def verdict(run: Run) -> str:
         return f"Target loss {target} was not reached by {', '.join(missed)}; times are not comparable."
     if run.baseline is None or len(run.systems) == 1:
         return f"Every system reached training loss {target}."
-    ratios = [(s.name, _ratio(s, run.baseline, "moe_time_critical_s")) for s in run.systems if s is not run.baseline]
+    ratios = [
+        (s.name, _ratio(s, run.baseline, "moe_time_critical_s")) for s in run.systems if s is not run.baseline
+    ]
     parts = [f"{name} in {tables.number(ratio)} of it" for name, ratio in ratios]
-    return f"Every system reached loss {target}. MoE-layer time, critical path, against {run.baseline.name}: " + (
-        "; ".join(parts) + "."
+    return (
+        f"Every system reached loss {target}. MoE-layer time, critical path, against {run.baseline.name}: "
+        + ("; ".join(parts) + ".")
     )
 
 
@@ -143,6 +162,12 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
+_CRITICAL_PATH = (
+    "Critical path: per layer call and phase the largest thread CPU time of any rank, summed, plus the bytes of the "
+    "rank that sends most over a link of {speed}/s, the same for all systems."
+)
+
+
 def method(run: Run) -> str:
     """How the times were taken, with the link speed that was stated."""
     if run.kind == "train":
@@ -150,8 +175,7 @@ def method(run: Run) -> str:
     link = run.summary.get("link_bytes_per_s")
     smoothing = run.summary.get("smoothing", {})
     parts = [
-        "Critical path: per layer call and phase the largest thread CPU time of any rank, summed, plus the bytes of"
-        f" the rank that sends most over a link of {tables.size(link)}/s, the same for all systems.",
+        _CRITICAL_PATH.format(speed=tables.size(link)),
         str(run.summary.get("link_rule", "")),
         f"Smoothed loss: mean of the last {smoothing.get('steps', '?')} steps.",
         f"World size {run.summary.get('world_size', '?')}, seed {run.summary.get('seed', '?')}.",

@@ -13,6 +13,8 @@ from lrmoe.errors import ConfigError
 from lrmoe.report.data import LayerRows, Run, Series, SystemRun
 
 _Line = Mapping[str, Any]
+_PHASE = "lrmoe/ms_"
+SMOOTHING = 10  # steps of the running mean that a training run is drawn with
 
 
 def load_run(folder: Path) -> Run:
@@ -25,14 +27,25 @@ def load_run(folder: Path) -> Run:
     lines = _read_lines(folder / "metrics.jsonl")
     config = _read_config(folder / "config.toml")
     kind = "compare" if isinstance(summary.get("systems"), dict) else "train"
-    systems = _compare_systems(summary, lines) if kind == "compare" else (_train_system(folder, summary, lines, config),)
+    try:
+        systems = (
+            _compare_systems(summary, lines)
+            if kind == "compare"
+            else (_train_system(summary, lines, config),)
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / 'metrics.jsonl'} or summary.json: not as this version writes them ({error!r})"
+        ) from error
     return Run(name=folder.resolve().name, kind=kind, summary=summary, config=config, systems=systems)
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     if not path.is_file():
-        raise ConfigError(f"run={str(folder)!r}: no summary.json there; give a folder that train or compare wrote")
+        raise ConfigError(
+            f"run={str(folder)!r}: no summary.json there; give a folder that train or compare wrote"
+        )
     return _as_object(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -105,10 +118,55 @@ def _loads(lines: Iterable[_Line]) -> tuple[LayerRows, ...]:
         for entry in line.get("loads", ()):
             rows.setdefault(int(entry["layer"]), []).append(entry)
     return tuple(
-        LayerRows(layer=layer, forward_R=_means(entries, "forward_R"), backward_R=_means(entries, "backward_R"))
+        LayerRows(
+            layer=layer, forward_R=_means(entries, "forward_R"), backward_R=_means(entries, "backward_R")
+        )
         for layer, entries in sorted(rows.items())
     )
 
 
 def _means(entries: Sequence[_Line], name: str) -> tuple[float, ...]:
-    return tuple(sum(column) / len(entries) for column in zip(*(entry[name] for entry in entries), strict=True))
+    return tuple(
+        sum(column) / len(entries) for column in zip(*(entry[name] for entry in entries), strict=True)
+    )
+
+
+def _train_system(summary: Mapping[str, Any], lines: Sequence[_Line], config: Mapping[str, Any]) -> SystemRun:
+    series = Series(
+        step=tuple(int(line["step"]) for line in lines),
+        loss=tuple(line.get("loss") for line in lines),
+        smoothed=_running_mean([line.get("loss") for line in lines]),
+        wall_s=tuple(accumulate(float(line["moe_ms_wall"]) / 1e3 for line in lines)),
+        kept_share=tuple(line.get("lrmoe/kept_share") for line in lines),
+        forward_peak=tuple(
+            line["lrmoe/forward_peak_worst"] for line in lines if "lrmoe/forward_peak_worst" in line
+        ),
+        backward_peak=tuple(
+            line["lrmoe/backward_peak_worst"] for line in lines if "lrmoe/backward_peak_worst" in line
+        ),
+    )
+    return SystemRun(
+        name=str(summary.get("name", "training")),
+        figures=summary,
+        series=series,
+        phase_ms=_train_phases(lines),
+        config=config.get("lrmoe", {}),
+    )
+
+
+def _running_mean(losses: Sequence[float | None]) -> tuple[float | None, ...]:
+    """Mean of the last SMOOTHING losses; None while they fill or where one is missing."""
+    means: list[float | None] = []
+    for end in range(1, len(losses) + 1):
+        window = [loss for loss in losses[max(0, end - SMOOTHING) : end] if loss is not None]
+        means.append(sum(window) / SMOOTHING if len(window) == SMOOTHING else None)
+    return tuple(means)
+
+
+def _train_phases(lines: Sequence[_Line]) -> dict[str, float]:
+    """Mean milliseconds of a layer call per phase, slowest rank; phases that never ran are left out."""
+    names = {key for line in lines for key in line if key.startswith(_PHASE) and not key.endswith("_worst")}
+    means = {
+        name.removeprefix(_PHASE): sum(line.get(name, 0.0) for line in lines) / len(lines) for name in names
+    }
+    return {phase: ms for phase, ms in sorted(means.items()) if ms > 0}

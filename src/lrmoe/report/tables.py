@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from lrmoe.report.data import Run, SystemRun
-
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,18 +21,22 @@ class Table:
         columns: headings; the first column names the row.
         rows: cells, one sequence per row.
         note: how to read it, or empty.
+        text: whether cells are words rather than numbers, for alignment.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    text: bool = False
 
     def rich(self) -> RichTable:
         """The table for a terminal."""
         table = RichTable(title=escape(self.title), caption=escape(self.note) or None, title_justify="left")
         for i, column in enumerate(self.columns):
-            table.add_column(escape(column), justify="right" if i else "left", overflow="fold")
+            table.add_column(
+                escape(column), justify="right" if i and not self.text else "left", overflow="fold"
+            )
         for row in self.rows:
             table.add_row(*(escape(cell) for cell in row))
         return table
@@ -57,16 +60,21 @@ def size(value: float | None) -> str:
     raise AssertionError("unreachable")
 
 
+def seconds(value: float | None) -> str:
+    """Seconds with four digits, "-" for None."""
+    return "-" if value is None else f"{number(value, 4)} s"
+
+
 def percent(value: float | None) -> str:
     """A share as a percentage, "-" for None."""
-    return "-" if value is None else f"{100 * value:.1f} %"
+    return "-" if value is None else f"{100 * value:.1f}%"
 
 
 def against(ours: float | None, baseline: float | None) -> str:
     """How ours compares with the baseline as a signed percentage, or empty where it cannot be said."""
     if ours is None or not baseline:
         return ""
-    return f" ({100 * (ours / baseline - 1):+.1f} %)"
+    return f" ({100 * (ours / baseline - 1):+.1f}%)"
 
 
 def headline(run: Run) -> Table:
@@ -74,73 +82,91 @@ def headline(run: Run) -> Table:
     return _compare_headline(run) if run.kind == "compare" else _train_headline(run)
 
 
+def _count(value: float | None) -> str:
+    return number(value, 6)
+
+
+def _loss(value: float | None) -> str:
+    return number(value, 4)
+
+
+# row of the headline table, figure of summary.json, how it is written
+_HEADLINE: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
+    ("steps", "steps", _count),
+    ("MoE-layer time, critical path", "moe_time_critical_s", seconds),
+    ("MoE-layer time, wall", "moe_time_wall_s", seconds),
+    ("bytes on the wire", "wire_bytes", size),
+    ("peak rows of a rank, forward", "forward_peak_rows", _count),
+    ("peak rows of a rank, backward", "backward_peak_rows", _count),
+    ("layer buffers, peak of a rank", "buffer_peak_bytes", size),
+    ("pairs kept in backward", "kept_share", percent),
+    ("loss of the last step", "final_loss", _loss),
+)
+_COMPARED = frozenset(name for _, name, _ in _HEADLINE) - {"kept_share", "final_loss"}
+
+
 def _compare_headline(run: Run) -> Table:
-    columns = ("system", "target reached", "steps", "MoE time, critical path", "MoE time, wall", "bytes on the wire")
-    columns += ("peak rows fwd / bwd", "layer buffers", "kept")
+    reached = ("target reached", *("yes" if s.figures.get("reached") else "NO" for s in run.systems))
+    rows = [(title, *(_cell(run, s, name, write) for s in run.systems)) for title, name, write in _HEADLINE]
     return Table(
         title=f"Training to loss {number(run.target_loss)}",
-        columns=columns,
-        rows=[_compare_row(system, run.baseline) for system in run.systems],
+        columns=("", *(system.name for system in run.systems)),
+        rows=[reached, *rows],
         note=f"In brackets: against {run.baseline.name}." if run.baseline and len(run.systems) > 1 else "",
     )
 
 
-def _compare_row(system: SystemRun, baseline: SystemRun | None) -> tuple[str, ...]:
-    def cell(name: str, text: str) -> str:
-        other = baseline.number(name) if baseline and baseline is not system else None
-        comparable = bool(baseline) and bool(system.figures.get("reached")) and bool(baseline.figures.get("reached"))
-        return text + (against(system.number(name), other) if comparable else "")
-
-    critical, wall = system.number("moe_time_critical_s"), system.number("moe_time_wall_s")
-    peaks = f"{number(system.number('forward_peak_rows'), 6)} / {number(system.number('backward_peak_rows'), 6)}"
-    return (
-        system.name,
-        "yes" if system.figures.get("reached") else f"no, loss {number(system.number('final_loss'))}",
-        cell("steps", number(system.number("steps"), 6)),
-        cell("moe_time_critical_s", f"{number(critical, 4)} s"),
-        cell("moe_time_wall_s", f"{number(wall, 4)} s"),
-        cell("wire_bytes", size(system.number("wire_bytes"))),
-        peaks,
-        cell("buffer_peak_bytes", size(system.number("buffer_peak_bytes"))),
-        percent(system.number("kept_share")),
-    )
+def _cell(run: Run, system: SystemRun, name: str, write: Callable[[float | None], str]) -> str:
+    value, base = system.number(name), run.baseline
+    text = write(value)
+    if name not in _COMPARED or base is None or base is system:
+        return text
+    both = base.figures.get("reached") and system.figures.get("reached")
+    return text + against(value, base.number(name)) if both else text
 
 
 def _train_headline(run: Run) -> Table:
     system = run.systems[0]
-    rows = [(name.replace("_", " "), _plain(value)) for name, value in system.figures.items() if _is_plain(value)]
+    rows = [
+        (name.replace("_", " "), _plain(value)) for name, value in system.figures.items() if _is_plain(value)
+    ]
     return Table(title="Figures", columns=("figure", "value"), rows=rows)
 
 
 def fairness(run: Run) -> Table:
     """What each system was given: slots, bytes and budget, counts it plans from, estimator, activations."""
     keys = {key: None for system in run.systems for key in system.figures.get("fairness", {})}
-    rows = [(s.name, *(_plain(s.figures.get("fairness", {}).get(key)) for key in keys)) for s in run.systems]
+    given = [system.figures.get("fairness", {}) for system in run.systems]
     return Table(
         title="Fairness: what each system was given",
-        columns=("system", *(key.replace("_", " ") for key in keys)),
-        rows=rows if keys else [],
+        columns=("", *(system.name for system in run.systems)),
+        rows=[(key.replace("_", " "), *(_plain(entry.get(key)) for entry in given)) for key in keys],
         note="Same seed, data and initial weights; steps interleaved in the same processes, each leading in turn.",
+        text=True,
     )
 
 
 def settings(run: Run) -> Table:
     """The resolved configuration, one row per field; a row says which systems differ."""
-    rows = [(f"{table}.{key}", _plain(value)) for table, fields in run.config.items() for key, value in _items(fields)]
-    return Table(title="Configuration", columns=("field", "value"), rows=rows)
+    rows = [
+        (f"{table}.{key}", _plain(value))
+        for table, fields in run.config.items()
+        for key, value in _items(fields)
+    ]
+    return Table(title="Configuration", columns=("field", "value"), rows=rows, text=True)
 
 
 def system_settings(run: Run) -> Table:
     """Every field of each system's LRMoEConfig."""
     names = {key: None for system in run.systems for key in system.config}
     rows = [(name, *(_plain(system.config.get(name)) for system in run.systems)) for name in names]
-    return Table(title="LRMoEConfig", columns=("field", *(s.name for s in run.systems)), rows=rows)
+    return Table(title="LRMoEConfig", columns=("field", *(s.name for s in run.systems)), rows=rows, text=True)
 
 
 def environment(run: Run) -> Table:
     """Command, versions, hardware and date of a run."""
     rows = [row for key, value in run.summary.get("context", {}).items() for row in _flatten(str(key), value)]
-    return Table(title="Environment", columns=("what", "value"), rows=rows)
+    return Table(title="Environment", columns=("what", "value"), rows=rows, text=True)
 
 
 def _flatten(name: str, value: Any) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@
     return value;
   };
   const axis = (given) => ({
-    gridcolor: "var(--rule)", linecolor: "var(--rule)", zerolinecolor: "var(--rule)", automargin: true,
+    gridcolor: "var(--rule)", linecolor: "var(--rule)", zerolinecolor: "var(--rule)", dividercolor: "var(--rule)", automargin: true,
     ...given, title: { text: given.title || "", standoff: 8 },
   });
   const layout = (given) => {
@@ -22,8 +22,8 @@
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 13, color: "var(--ink)" },
-      margin: { l: 8, r: 12, t: 44, b: 8 },
-      legend: { orientation: "h", x: 0, y: 1, xanchor: "left", yanchor: "bottom", yref: "container", traceorder: "normal" },
+      margin: { l: 8, r: 12, t: window.innerWidth < 640 ? 84 : 44, b: 8 },
+      legend: { orientation: "h", x: 0, y: 1, xanchor: "left", yanchor: "top", yref: "container", traceorder: "normal" },
       hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--rule)", font: { color: "var(--ink)" } },
       ...given, ...axes,
     };

@@ -1,0 +1,90 @@
+"""The `compare` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lrmoe.experiments.presets import get_preset
+
+
+def compare(
+    *,
+    preset: str = "demo",
+    systems: Sequence[str] | None = None,
+    name: str | None = None,
+    target_loss: float | None = None,
+    ep: int | None = None,
+    seed: int | None = None,
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    as_json: bool = False,
+) -> int:
+    """Train under several systems to the same loss, print the tables, write the run's folder and its page.
+
+    Later settings win: the preset, the file, `--set`, then the other options.
+
+    Args:
+        preset: a comparison that ships with the package.
+        systems: names of systems; None takes the preset's.
+        name: of the run's folder; None takes the preset's name.
+        target_loss, ep, seed: None keeps what the preset or the file says.
+        config: a TOML file with table [compare] and those of a training run.
+        overrides: "table.key=value".
+        as_json: figures to stdout, one JSON object a line, instead of the tables.
+
+    Returns:
+        0, or 1 where a system did not reach the target.
+
+    Raises:
+        ConfigError: a bad value, or an unknown preset or system.
+        LRMoEError: training failed.
+    """
+    options = {"systems": list(systems) if systems else None, "target_loss": target_loss, "ep": ep}
+    values = _tables(preset, config, overrides)
+    values["compare"] |= {key: value for key, value in options.items() if value is not None}
+    train = values.setdefault("train", {})
+    train["name"] = name or train.get("name") or preset
+    if seed is not None:
+        train["seed"] = seed
+        values.setdefault("lrmoe", {})["seed"] = seed
+    return _run(preset, values, as_json)
+
+
+def _tables(preset: str, config: Path | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    from lrmoe.training.config import apply_override, read_toml
+
+    values = get_preset(preset)
+    if config is not None:
+        for table, fields in read_toml(config).items():
+            values[table] = {**values.get(table, {}), **fields} if isinstance(fields, Mapping) else fields
+    for override in overrides:
+        apply_override(values, override)
+    return values
+
+
+def _run(preset: str, values: Mapping[str, Any], as_json: bool) -> int:
+    from rich.console import Console
+
+    from lrmoe.experiments.compare import compare as run
+    from lrmoe.experiments.config import Experiment
+    from lrmoe.experiments.figures import lines
+    from lrmoe.report import html, tables
+    from lrmoe.report.load import load_run
+
+    experiment = Experiment.from_dict(preset, values)
+    html.check_installed()  # before minutes of training, not after
+    summary = run(experiment)
+    loaded = load_run(experiment.folder)
+    page = html.write([loaded], experiment.folder / "report.html")
+    if as_json:
+        print(*lines(summary), sep="\n")
+    console = Console(stderr=as_json)
+    for table in (tables.headline(loaded), tables.fairness(loaded)):
+        console.print(table.rich())
+    console.print(html.verdict(loaded), markup=False, highlight=False)
+    console.print(f"{page}  ({summary['total_s']:.0f} s)", markup=False, highlight=False, soft_wrap=True)
+    sys.stdout.flush()
+    return 0 if all(entry["reached"] for entry in summary["systems"].values()) else 1

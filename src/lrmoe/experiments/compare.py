@@ -1,0 +1,162 @@
+"""Train the same model under several systems, their steps interleaved in the same processes, to the same loss.
+
+parent: compare(experiment) -- run_workers --> rank 0 .. R-1: contest(experiment)
+    one Trainer per system; round i: every system that has not arrived does step i, each leading in turn
+    a step's loss and records are the same on all ranks, so all agree on who has arrived; rank 0 writes
+parent: summary.json
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from lrmoe.checkpoint import agreed
+from lrmoe.errors import LRMoEError
+from lrmoe.experiments.config import Experiment
+from lrmoe.experiments.cost import LINK_RULE, link_speed, step_cost
+from lrmoe.experiments.lane import Lane
+from lrmoe.experiments.live import Progress
+from lrmoe.experiments.systems import System
+from lrmoe.report.data import BASELINE
+from lrmoe.telemetry.figures import environment
+from lrmoe.training.data import Corpus
+from lrmoe.training.launch import run_workers
+from lrmoe.training.loop import Trainer
+
+SAME_LOSS = 1e-5  # relative: first losses of systems that started from the same weights and data
+
+
+def compare(experiment: Experiment) -> dict[str, Any]:
+    """Run a comparison and write its folder: config.toml, metrics.jsonl, summary.json.
+
+    Returns:
+        The summary. A system that does not reach the target within `max_steps` has `reached` false.
+
+    Raises:
+        LRMoEError: a worker failed.
+    """
+    folder = experiment.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    experiment.write(folder / "config.toml")
+    begin = time.monotonic()
+    found = run_workers("lrmoe.experiments.compare:contest", experiment.compare.ep, (experiment,))[0]
+    summary = {**_header(experiment), **found, "total_s": time.monotonic() - begin}
+    (folder / "summary.json").write_text(
+        json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
+    return summary
+
+
+def _header(experiment: Experiment) -> dict[str, Any]:
+    c = experiment.compare
+    return {
+        "kind": "compare",
+        "preset": experiment.preset,
+        "target_loss": c.target_loss,
+        "smoothing": {"kind": "mean of the last steps", "steps": c.smoothing_steps},
+        "max_steps": c.max_steps,
+        "world_size": c.ep,
+        "seed": experiment.train.train.seed,
+        "model": experiment.train.to_dict()["model"],
+        "context": environment(),
+    }
+
+
+def contest(experiment: Experiment) -> dict[str, Any]:
+    """What every rank runs; returns the measured part of the summary."""
+    c = experiment.compare
+    racers = _racers(experiment)
+    lanes = [racer.lane for racer in racers]
+    link = _Link(experiment, lanes)
+    with ExitStack() as stack:
+        out, progress = _outputs(experiment, lanes, stack) if dist.get_rank() == 0 else (None, None)
+        for i in range(c.max_steps):
+            for racer in _turns(racers, i):
+                racer.step(out)
+            if i == 0:
+                _check_same_start(lanes)
+            link.settle()
+            if progress is not None:
+                progress.update(i + 1, link.bytes_per_s)
+            racers = [racer for racer in racers if racer.lane.running]
+            if not racers:
+                break
+        link.settle(final=True)
+    return {
+        "link_bytes_per_s": link.bytes_per_s,
+        "link_rule": link.rule,
+        "systems": {lane.system.name: lane.summary(link.bytes_per_s) for lane in lanes},
+    }
+
+
+def _racers(experiment: Experiment) -> list[_Racer]:
+    group = dist.group.WORLD
+    corpus = agreed(group, lambda: Corpus.load(experiment.train.data))
+    return [_Racer(experiment, system, group, corpus) for system in experiment.systems]
+
+
+def _outputs(experiment: Experiment, lanes: Sequence[Lane], stack: ExitStack) -> tuple[IO[str], Progress]:
+    """metrics.jsonl and the display, on rank 0."""
+    c = experiment.compare
+    out = stack.enter_context((experiment.folder / "metrics.jsonl").open("w", encoding="utf-8"))
+    every = experiment.train.train.log_every
+    progress = Progress(lanes, target_loss=c.target_loss, max_steps=c.max_steps, every=every)
+    return out, stack.enter_context(progress)
+
+
+class _Racer:
+    """A system's trainer on this rank, and its lane, which is the same on all ranks."""
+
+    def __init__(
+        self, experiment: Experiment, system: System, group: dist.ProcessGroup | None, corpus: Corpus
+    ) -> None:
+        config, c = experiment.train_config(system), experiment.compare
+        self.lane = Lane(system, config.lrmoe, target_loss=c.target_loss, smoothing_steps=c.smoothing_steps)
+        self._trainer = Trainer(config, group, corpus=corpus)
+
+    def step(self, out: IO[str] | None) -> None:
+        """One optimizer step; every rank calls it. Rank 0 writes a line to `out`."""
+        metrics = self._trainer.step()
+        line = self.lane.add(metrics.loss, metrics.tokens, step_cost(metrics.records_by_rank))
+        if out is not None:
+            out.write(json.dumps(line.as_dict(), allow_nan=False) + "\n")
+            out.flush()
+
+
+class _Link:
+    """The speed of the link: stated, or taken once from the first steps of fixed ownership."""
+
+    def __init__(self, experiment: Experiment, lanes: Sequence[Lane]) -> None:
+        self.bytes_per_s = experiment.compare.link_bytes_per_s
+        self.rule = LINK_RULE if self.bytes_per_s is None else "Link speed: as stated in the configuration."
+        self._skip, self._steps = experiment.compare.link_skip_steps, experiment.compare.link_steps
+        self._lane = next((lane for lane in lanes if lane.system.name == BASELINE), None)
+
+    def settle(self, final: bool = False) -> None:
+        """Take the speed as soon as the steps are in; at the end from the steps there are."""
+        if self.bytes_per_s is not None or self._lane is None:
+            return
+        costs = [line.cost for line in self._lane.lines]
+        if len(costs) >= self._skip + self._steps:
+            self.bytes_per_s = link_speed(costs[self._skip : self._skip + self._steps])
+        elif final and costs:
+            self.bytes_per_s = link_speed(costs[self._skip :] or costs)
+
+
+def _turns(racers: Sequence[_Racer], round_: int) -> list[_Racer]:
+    """The order of a round: each system leads in turn, so that none always finds caches warm or cold."""
+    first = round_ % len(racers)
+    return [*racers[first:], *racers[:first]]
+
+
+def _check_same_start(lanes: Sequence[Lane]) -> None:
+    """The first loss is computed before any update: it differs only if weights or data do."""
+    losses = [lane.lines[0].loss for lane in lanes if lane.lines]
+    if losses and max(losses) - min(losses) > SAME_LOSS * abs(losses[0]):
+        raise LRMoEError(f"the systems did not start from the same weights and data: first losses {losses}")

@@ -1,0 +1,137 @@
+"""Plots of one layer call: rows per rank, and time by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lrmoe.report.data import Run, SystemRun
+from lrmoe.report.plot import Plot, label, line
+from lrmoe.report.tables import Table, number
+
+# Phases of a layer call, grouped for the eye; the table behind the plot shows each.
+PHASE_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "experts forward": ("experts",),
+    "experts backward": ("experts_backward",),
+    "rows packed and combined": ("pack", "dispatch", "combine", "exchange", "return", "replicas"),
+    "planned, scored and selected": ("plan", "score", "select", "reroute"),
+    "rows on the link": ("wire",),
+}
+
+
+def load(run: Run) -> Plot | None:
+    """Rows per rank before (forward) and after (backward) pruning, one panel per system."""
+    systems = [system for system in run.systems if system.loads]
+    if not systems:
+        return None
+    traces: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {"barmode": "group", "bargap": 0.25, "shapes": [], "annotations": []}
+    layout["margin"] = {"l": 8, "r": 12, "t": 68, "b": 8}  # legend above the first panel's title
+    layout["grid"] = {"rows": len(systems), "columns": 1, "pattern": "independent", "ygap": 0.35}
+    top = max(max(r.forward_R + r.backward_R) for system in systems for r in system.loads)
+    for i, system in enumerate(systems):
+        suffix = "" if i == 0 else str(i + 1)
+        traces += _load_traces(system, suffix, first=i == 0)
+        mean = sum(rows.mean for rows in system.loads) / len(system.loads)
+        layout["shapes"].append(line(mean, f"x{suffix} domain", f"y{suffix}"))
+        layout["annotations"].append(_panel_title(system.name, f"x{suffix} domain", f"y{suffix} domain"))
+        layout[f"yaxis{suffix}"] = {"title": "rows", "range": [0, top * 1.1]}
+        layout[f"xaxis{suffix}"] = {"type": "multicategory", "tickangle": 0}
+    caption = (
+        "Mean rows of a step per rank and layer, over the steps with a pruned backward. Dashed: the mean load"
+    )
+    caption += " with nothing dropped. A synchronous step waits for the tallest bar."
+    return Plot(
+        name="load",
+        title="Load per rank, forward and backward",
+        caption=caption,
+        label=_load_label(systems),
+        traces=traces,
+        layout=layout,
+        table=_load_table(systems),
+        height=130 + 200 * len(systems),
+    )
+
+
+def _load_traces(system: SystemRun, suffix: str, first: bool) -> list[dict[str, Any]]:
+    layers = [f"layer {rows.layer}" for rows in system.loads for _ in rows.forward_R]
+    ranks = [f"rank {r}" for rows in system.loads for r in range(len(rows.forward_R))]
+    common = {
+        "type": "bar",
+        "x": [layers, ranks],
+        "xaxis": f"x{suffix}",
+        "yaxis": f"y{suffix}",
+        "showlegend": False,
+    }
+    sides = (("forward", "var(--forward)", "forward_R"), ("backward", "var(--backward)", "backward_R"))
+    return [
+        {**common, "name": name, "legendgroup": name, "showlegend": first, "marker": {"color": fill}}
+        | {"y": [value for rows in system.loads for value in getattr(rows, part)]}
+        for name, fill, part in sides
+    ]
+
+
+def _load_label(systems: Sequence[SystemRun]) -> str:
+    parts = []
+    for system in systems:
+        forward = max(max(rows.forward_R) / rows.mean for rows in system.loads if rows.mean)
+        backward = max(max(rows.backward_R) / rows.mean for rows in system.loads if rows.mean)
+        parts.append(
+            f"{system.name}: most loaded rank {forward:.2f} mean loads forward, {backward:.2f} backward"
+        )
+    return "Load per rank. " + "; ".join(parts)
+
+
+def _load_table(systems: Sequence[SystemRun]) -> Table:
+    rows = [
+        (system.name, str(layer.layer), str(rank), number(ahead, 5), number(back, 5), number(layer.mean, 5))
+        for system in systems
+        for layer in system.loads
+        for rank, (ahead, back) in enumerate(zip(layer.forward_R, layer.backward_R, strict=True))
+    ]
+    columns = ("system", "layer", "rank", "rows forward", "rows backward", "mean load")
+    return Table(title="Load per rank", columns=columns, rows=rows)
+
+
+def _panel_title(text: str, xref: str, yref: str) -> dict[str, Any]:
+    place = {"xref": xref, "yref": yref, "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom"}
+    return {**place, "text": f"<b>{label(text)}</b>", "showarrow": False}
+
+
+def phases(run: Run) -> Plot | None:
+    """Milliseconds of a layer call by phase, one stacked bar per system."""
+    systems = [system for system in run.systems if system.phase_ms]
+    if not systems:
+        return None
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": group,
+            "y": [label(system.name) for system in systems],
+            "x": [sum(system.phase_ms.get(name, 0.0) for name in names) for system in systems],
+            "marker": {"color": f"var(--phase-{i})", "line": {"color": "var(--page)", "width": 1}},
+            "hovertemplate": "%{x:.3f} ms<extra>" + group + "</extra>",
+        }
+        for i, (group, names) in enumerate(PHASE_GROUPS.items())
+    ]
+    layout = {"barmode": "stack", "xaxis": {"title": "ms per layer call", "rangemode": "tozero"}}
+    layout["yaxis"] = {"autorange": "reversed", "automargin": True, "showgrid": False}
+    totals = "; ".join(f"{s.name} {number(sum(s.phase_ms.values()))} ms per call" for s in systems)
+    return Plot(
+        name="phases",
+        title="Phases of a layer call",
+        caption="Forward and backward of one MoE layer call, mean over the run: per phase the slowest rank.",
+        label=f"Phases of a layer call: {totals}",
+        traces=traces,
+        layout=layout,
+        table=_phase_table(systems),
+        height=190 + 56 * len(systems),
+    )
+
+
+def _phase_table(systems: Sequence[SystemRun]) -> Table:
+    names = {name: None for system in systems for name in system.phase_ms}
+    rows = [(name, *(number(system.phase_ms.get(name)) for system in systems)) for name in names]
+    rows.append(("all", *(number(sum(system.phase_ms.values()), 4) for system in systems)))
+    return Table(title="Phases, ms per layer call", columns=("phase", *(s.name for s in systems)), rows=rows)

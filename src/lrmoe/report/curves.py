@@ -1,0 +1,172 @@
+"""Plots of what happened step by step: loss, peak load, kept share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lrmoe.report.data import Run, Series, SystemRun
+from lrmoe.report.plot import Plot, colour, label, line, note
+from lrmoe.report.tables import Table, number, percent
+
+_TABLE_ROWS = 40
+
+
+def loss_against_time(run: Run) -> Plot | None:
+    """Training loss against the MoE-layer time spent so far."""
+    critical = all(system.series.critical_s for system in run.systems)
+    times: Callable[[Series], Sequence[float]] = (
+        (lambda s: s.critical_s) if critical else (lambda s: s.wall_s)
+    )
+    kind = "critical path" if critical else "wall"
+    caption = f"Lines: smoothed loss; faint: every step. Time is spent in the MoE layers only ({kind})."
+    return _loss_plot(
+        run, "loss-time", "Loss against MoE-layer time", f"MoE-layer time, {kind} (s)", times, caption
+    )
+
+
+def loss_against_steps(run: Run) -> Plot | None:
+    """Training loss against optimizer steps."""
+    caption = "The same losses, step by step: what pruning costs in progress per step, if anything."
+    return _loss_plot(run, "loss-steps", "Loss against steps", "optimizer step", lambda s: s.step, caption)
+
+
+def _loss_plot(
+    run: Run, name: str, title: str, axis: str, xs: Callable[[Series], Sequence[float]], caption: str
+) -> Plot | None:
+    if not any(xs(system.series) for system in run.systems):
+        return None
+    traces = [trace for system in run.systems for trace in _loss_traces(run, system, xs(system.series))]
+    layout: dict[str, Any] = {
+        "xaxis": {"title": axis, "rangemode": "tozero"},
+        "yaxis": {"title": "training loss"},
+    }
+    if run.target_loss is not None:
+        layout["shapes"] = [line(run.target_loss)]
+        layout["annotations"] = [note(run.target_loss, f"target {number(run.target_loss)}")]
+    rows = [row for system in run.systems for row in _loss_rows(system, xs(system.series))]
+    table = Table(
+        title=title, columns=("system", axis, "loss", "smoothed loss"), rows=rows, note=_thinned(run)
+    )
+    return Plot(
+        name=name,
+        title=title,
+        caption=caption,
+        label=_loss_label(run, title),
+        traces=traces,
+        layout=layout,
+        table=table,
+    )
+
+
+def _loss_traces(run: Run, system: SystemRun, x: Sequence[float]) -> list[dict[str, Any]]:
+    line = {"color": colour(run, system), "width": 2.5}
+    name = label(system.name)
+    common = {"type": "scatter", "x": list(x), "name": name, "legendgroup": name}
+    traces: list[dict[str, Any]] = [
+        {
+            **common,
+            "y": list(system.series.loss),
+            "mode": "lines",
+            "line": {**line, "width": 1},
+            "opacity": 0.45,
+        }
+        | {"showlegend": False, "hoverinfo": "skip"},
+        {**common, "y": list(system.series.smoothed), "mode": "lines", "line": line},
+    ]
+    if system.figures.get("reached") and x:
+        end = {"x": [x[-1]], "y": [system.series.smoothed[-1]], "mode": "markers", "showlegend": False}
+        traces.append({**common, **end, "marker": {"color": colour(run, system), "size": 9}})
+    return traces
+
+
+def _loss_rows(system: SystemRun, x: Sequence[float]) -> list[tuple[str, ...]]:
+    series = system.series
+    every = max(1, -(-len(series.step) // _TABLE_ROWS))
+    picked = [i for i in range(len(x)) if i % every == 0 or i == len(x) - 1]
+    return [
+        (system.name, number(x[i], 4), number(series.loss[i], 4), number(series.smoothed[i], 4))
+        for i in picked
+    ]
+
+
+def _thinned(run: Run) -> str:
+    longest = max((len(system.series.step) for system in run.systems), default=0)
+    every = -(-longest // _TABLE_ROWS)
+    return f"Every {every} steps and the last." if every > 1 else ""
+
+
+def _loss_label(run: Run, title: str) -> str:
+    ends = [
+        f"{s.name} ends at loss {number(s.number('final_loss'), 4)}" for s in run.systems if s.series.step
+    ]
+    return f"{title}: " + "; ".join(ends)
+
+
+def peaks(run: Run) -> Plot | None:
+    """Most loaded rank over the mean load, step by step, where rows per rank are not known."""
+    systems = [system for system in run.systems if system.series.forward_peak]
+    if not systems:
+        return None
+    sides = (("forward", "var(--forward)", "forward_peak"), ("backward", "var(--backward)", "backward_peak"))
+    traces = [
+        {"type": "scatter", "mode": "lines", "name": name, "x": list(system.series.step)}
+        | {"y": list(getattr(system.series, part)), "line": {"color": fill, "width": 2.5}}
+        for system in systems
+        for name, fill, part in sides
+    ]
+    rows = [(name, *_range(getattr(s.series, part))) for s in systems for name, _, part in sides]
+    ends = "; ".join(f"{row[0]} at most {row[3]}" for row in rows)
+    return Plot(
+        name="peaks",
+        title="Peak load, forward and backward",
+        caption="Rows of the most loaded rank over the mean load of the complete call, worst layer of the step.",
+        label=f"Peak over mean load: {ends}",
+        traces=traces,
+        layout={
+            "xaxis": {"title": "optimizer step", "rangemode": "tozero"},
+            "yaxis": {"title": "peak / mean", "rangemode": "tozero"},
+        },
+        table=Table(title="Peak over mean load", columns=("pass", "mean", "least", "most"), rows=rows),
+        height=260,
+    )
+
+
+def _range(values: Sequence[float]) -> tuple[str, str, str]:
+    return number(sum(values) / len(values)), number(min(values)), number(max(values))
+
+
+def kept(run: Run) -> Plot | None:
+    """Share of pairs that backward kept, step by step."""
+    systems = [system for system in run.systems if any(v is not None for v in system.series.kept_share)]
+    if not systems:
+        return None
+    traces = [
+        {"type": "scatter", "mode": "lines", "name": label(system.name), "x": list(system.series.step)}
+        | {
+            "y": list(system.series.kept_share),
+            "line": {"color": colour(run, system), "width": 2.5, "shape": "hv"},
+        }
+        for system in systems
+    ]
+    layout: dict[str, Any] = {"xaxis": {"title": "optimizer step", "rangemode": "tozero"}}
+    layout["yaxis"] = {"title": "kept share", "range": [0, 1.05], "tickformat": ".0%"}
+    rows = [(s.name, *_kept_row(s)) for s in systems]
+    ends = "; ".join(f"{s.name} {percent(s.series.kept_share[-1])}" for s in systems)
+    columns = ("system", "first step", "least", "last step", "whole run")
+    return Plot(
+        name="kept",
+        title="Pairs kept in backward",
+        caption="Share of (token, expert) pairs whose gradient is computed. Warm-up steps are exact.",
+        label=f"Share of pairs kept in backward, last step: {ends}",
+        traces=traces,
+        layout=layout,
+        table=Table(title="Kept share", columns=columns, rows=rows),
+        height=260,
+    )
+
+
+def _kept_row(system: SystemRun) -> tuple[str, ...]:
+    shares = [share for share in system.series.kept_share if share is not None]
+    whole = system.number("kept_share")
+    return percent(shares[0]), percent(min(shares)), percent(shares[-1]), percent(whole)

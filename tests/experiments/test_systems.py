@@ -1,0 +1,108 @@
+"""Names of systems, presets and the configuration of a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.errors import ConfigError
+from lrmoe.experiments.config import CompareConfig, Experiment
+from lrmoe.experiments.presets import PRESETS, get_preset
+from lrmoe.experiments.systems import SYSTEMS, get_system, get_systems
+from lrmoe.training.config import read_toml
+
+
+def test_megatron_drops_nothing_whatever_the_base() -> None:
+    config = get_system("megatron").config(LRMoEConfig(max_drop=0.7, estimator="topk", seed=5))
+    assert (config.policy, config.max_drop, config.replica_slots, config.seed) == ("megatron", 0.0, 0, 5)
+
+
+def test_lrmoe_takes_the_base_as_it_is() -> None:
+    base = LRMoEConfig(max_drop=0.4, warmup_steps=3, score="alpha")
+    assert get_system("lrmoe").config(base) == base
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator", "max_drop"), [("lrmoe-sampled50", "sampled", 0.5), ("lrmoe-topk20", "topk", 0.2)]
+)
+def test_named_settings_win_over_the_base(name: str, estimator: str, max_drop: float) -> None:
+    base = LRMoEConfig(max_drop=0.1, score="alpha", activations="stash", lean_wire=False)
+    config = get_system(name).config(base)
+    assert (config.estimator, config.score, config.max_drop) == (estimator, "lrm", max_drop)
+    assert (config.activations, config.lean_wire) == ("stash", False), (
+        "what is not the system's stays the base's"
+    )
+
+
+def test_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'lrmo': no such system \(did you mean 'lrmoe'\?\); valid: megatron, lrmoe"
+    ):
+        get_system("lrmo")
+
+
+@pytest.mark.parametrize("name", ["symi", "ultraep", "eplb", "my_file.py:MyPolicy"])
+def test_systems_of_later_versions_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*not available in this version; valid: megatron"):
+        get_system(name)
+
+
+@pytest.mark.parametrize("names", [[], ["lrmoe", "lrmoe"]])
+def test_none_or_the_same_twice_is_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match="systems="):
+        get_systems(names)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_are_valid_and_fair(name: str, tmp_path: Path) -> None:
+    experiment = Experiment.from_dict(name, get_preset(name))
+    configs = [experiment.train_config(system).lrmoe for system in experiment.systems]
+    for field in ("activations", "lean_wire", "replica_slots", "memory_budget", "seed", "storage"):
+        assert len({getattr(config, field) for config in configs}) == 1, field
+    experiment.write(tmp_path / "config.toml")
+    assert Experiment.from_dict(name, read_toml(tmp_path / "config.toml")) == experiment
+
+
+def test_a_preset_is_a_copy() -> None:
+    get_preset("demo")["compare"]["systems"].append("x")
+    assert "x" not in get_preset("demo")["compare"]["systems"]
+
+
+@pytest.mark.parametrize("name", ["dem", "published"])
+def test_unknown_preset(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"valid: demo, small"):
+        get_preset(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_steps", 0),
+        ("max_steps", 2.5),
+        ("ep", 1),
+        ("smoothing_steps", True),
+        ("link_skip_steps", -1),
+        ("link_steps", 0),
+        ("target_loss", float("nan")),
+        ("target_loss", "low"),
+        ("link_bytes_per_s", 0),
+        ("systems", "megatron"),
+        ("systems", [1]),
+    ],
+)
+def test_bad_values_name_the_field(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"compare\.{field}="):
+        CompareConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"compare\.targetloss: no such key \(did you mean 'target_loss'\?\)"
+    ):
+        Experiment.from_dict("demo", {"compare": {"targetloss": 1}})
+
+
+def test_every_named_system_has_a_line_about_it() -> None:
+    assert all(system.about and system.plans_from for system in SYSTEMS.values())

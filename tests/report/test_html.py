@@ -1,0 +1,172 @@
+"""The page: self-contained, complete, and safe to open whatever a run is called."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lrmoe.errors import ConfigError
+from lrmoe.report import html
+from lrmoe.report.commands import report
+from lrmoe.report.data import Run
+from lrmoe.report.load import load_run
+from tests.report.synthetic import compare_run, train_run
+
+HOSTILE = '<img src=x onerror=alert(1)></script><a href="https://evil.example/">'
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class Elements(HTMLParser):
+    """Tags with their attributes, and the text of script elements."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.found and self.found[-1][0] == "script":
+            self.scripts[-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+@pytest.fixture(scope="module")
+def page(compared: Run) -> Elements:
+    return Elements(html.render([compared]))
+
+
+def test_nothing_is_loaded_from_outside(page: Elements) -> None:
+    for tag, attributes in page.found:
+        for name in ("src", "href", "srcset", "data", "action", "poster"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:")), (tag, name, value)
+    policy = next(a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    assert "http" not in policy
+
+
+def test_every_plot_has_data_a_name_and_its_numbers(page: Elements, compared: Run) -> None:
+    drawn = json.loads(page.scripts[0])
+    shown = {a["id"]: a for a in page.all("div") if a.get("class") == "plot"}
+    assert set(drawn) == set(shown)
+    assert len(drawn) == len(html.plots(compared)) == 5
+    for name, plot in drawn.items():
+        assert shown[name]["role"] == "img"
+        assert re.search(r"\d", shown[name]["aria-label"] or ""), "the accessible name tells the numbers"
+        assert all(len(trace["x"]) == len(trace["y"]) > 0 or trace["type"] == "bar" for trace in plot["data"])
+        assert all(any(value is not None for value in trace["y"]) for trace in plot["data"])
+    assert len(page.all("figure")) == len(page.all("figcaption")) == 5
+    assert all(plot.table.rows for plot in html.plots(compared))
+
+
+def test_the_sentence_and_the_tiles_say_the_ratio(compared: Run) -> None:
+    base, ours = (system.number("moe_time_critical_s") for system in compared.systems)
+    assert base is not None
+    assert ours is not None
+    assert f"lrmoe in {ours / base:.3g} of it" in html.verdict(compared)
+    assert html.tiles(compared)[0][1] == f"{ours / base:.2f}x"
+
+
+def test_an_unreached_target_claims_no_ratio(tmp_path: Path) -> None:
+    run = load_run(compare_run(tmp_path / "run", reached=False))
+    assert "was not reached by megatron, lrmoe" in html.verdict(run)
+    assert html.tiles(run) == []
+    assert "%)" not in html.render([run]).split("<script")[0]
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    run = load_run(compare_run(tmp_path / "run", ("megatron", HOSTILE)))
+    elements = Elements(html.render([run]))
+    assert not elements.all("img")
+    assert not elements.all("a")
+    assert len(elements.all("script")) == 3
+    drawn = elements.scripts[0]
+    assert "<" not in drawn
+    labels = [
+        trace["name"] for plot in json.loads(drawn).values() for trace in plot["data"] if "name" in trace
+    ]
+    assert not any("<" in label for label in labels), "Plotly reads HTML in labels"
+
+
+def test_numbers_that_are_not_finite_become_gaps(tmp_path: Path) -> None:
+    assert html._script_json({"y": [1.0, float("nan"), float("inf")]}) == '{"y": [1.0, null, null]}'
+
+
+def test_training_run(tmp_path: Path) -> None:
+    elements = Elements(html.render([load_run(train_run(tmp_path / "mine"))]))
+    assert set(json.loads(elements.scripts[0])) == {
+        f"run0-{name}" for name in ("loss-time", "loss-steps", "peaks", "phases", "kept")
+    }
+
+
+def test_two_runs_have_separate_plots(compared: Run, tmp_path: Path) -> None:
+    elements = Elements(html.render([compared, load_run(train_run(tmp_path / "mine"))]))
+    ids = [a["id"] for _, a in elements.found if a.get("id")]
+    assert len(ids) == len(set(ids))
+    assert len(elements.all("h1")) == 2
+
+
+def test_report_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(runs=[folder]) == 0
+    assert (folder / "report.html").stat().st_size > 1_000_000
+    assert report(runs=[folder, folder], out=tmp_path / "two.html") == 0
+    assert (tmp_path / "two.html").is_file()
+    assert "two.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_report_takes_one_or_two_runs(folder: Path, count: int) -> None:
+    with pytest.raises(ConfigError, match=f"runs: {count} given"):
+        report(runs=[folder] * count)
+
+
+def test_unwritable_page_is_an_error_that_names_it(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"out=.*cannot be written"):
+        report(runs=[folder], out=tmp_path / "no" / "such.html")
+
+
+def _browse(page: Path, *options: str) -> tuple[str, list[str]]:
+    """What the browser writes to stdout, and what the page wrote to its console."""
+    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += [
+        f"--user-data-dir={page.parent / 'profile'}",
+        "--virtual-time-budget=5000",
+        *options,
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.slow
+def test_a_browser_draws_every_plot_without_errors(folder: Path, tmp_path: Path) -> None:
+    path = html.write([load_run(folder)], tmp_path / "page.html")
+    dom, console = _browse(path, "--dump-dom")
+    assert not console
+    assert dom.count("js-plotly-plot") >= 5
+    assert dom.count('class="main-svg"') >= 5
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.slow
+def test_a_browser_shows_it_on_a_narrow_screen(folder: Path, tmp_path: Path) -> None:
+    path = html.write([load_run(folder)], tmp_path / "page.html")
+    _, console = _browse(path, "--window-size=500,2600", f"--screenshot={tmp_path / 'page.png'}")
+    assert not console
+    assert (tmp_path / "page.png").stat().st_size > 60_000, "an empty page is smaller"
