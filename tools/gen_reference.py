@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,7 +144,9 @@ def _command_section(path: str, command: Command) -> str:
 
 def _prose(text: str | None) -> str:
     # \b keeps click from re-wrapping a paragraph, \f ends what --help shows.
-    return inspect.cleandoc((text or "").split("\f")[0]).replace("\b\n", "").strip()
+    plain = inspect.cleandoc((text or "").split("\f")[0]).replace("\b\n", "").strip()
+    # A bare <name> would be taken for an HTML tag.
+    return re.sub(r"[\w/.-]*<\w+>[\w/.-]*", lambda match: f"`{match[0]}`", plain)
 
 
 def _epilog(text: str) -> list[str]:
@@ -152,17 +155,27 @@ def _epilog(text: str) -> list[str]:
 
 def _metavar(param: Parameter) -> str:
     name = (param.metavar or param.human_readable_name).upper()
-    name = f"{name}..." if param.nargs == -1 else name
+    if param.nargs == -1 and not name.endswith("..."):
+        name += "..."
     return name if param.required else f"[{name}]"
 
 
 def _param_row(param: Parameter) -> str:
-    names = [*param.opts, *param.secondary_opts] if param.param_type_name == "option" else [_metavar(param)]
-    default = param.default() if callable(param.default) else param.default
-    shown = "" if default in (None, (), []) or param.required else f"`{default}`"
-    shown = "required" if param.required else shown
-    meaning = " ".join(str(getattr(param, "help", None) or "").split()).replace("|", "\\|")
-    return f"| {', '.join(f'`{name}`' for name in names)} | {shown} | {meaning} |"
+    meaning = " ".join(_prose(getattr(param, "help", None)).split()).replace("|", "\\|")
+    if param.required:
+        default = "required"
+    elif getattr(param, "is_flag", False):
+        default = "on" if param.default else "off"
+    else:
+        default = "" if param.default in (None, (), []) else f"`{param.default}`"
+    return f"| {_names(param)} | {default} | {meaning} |"
+
+
+def _names(param: Parameter) -> str:
+    if param.param_type_name == "argument":
+        return f"`{_metavar(param)}`"
+    value = "" if param.is_flag else " " + (param.metavar or param.type.name.upper())
+    return ", ".join(f"`{name}{value}`" for name in [*param.opts, *param.secondary_opts])
 
 
 PAGES = {"configuration.md": configuration_page, "commands.md": commands_page}
