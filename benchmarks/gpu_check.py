@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from plain import Case, Shape, activation_loop, grouped_loop, kept_pairs, make_case, over_limit, run_plain
 from torch import Tensor
 
-from lrmoe import LRMoEConfig, MoELayer, StepClock, ops
+from lrmoe import LRMoEConfig, MoELayer, ops
 from lrmoe.telemetry.figures import figure
 
 DROPS = (0.0, 0.3, 0.5)
@@ -48,9 +48,12 @@ REAL = Shape(tokens=16384, hidden=2048, width=768, experts=32, top_k=8, repeats=
 
 def make_layer(shape: Shape, **fields: Any) -> MoELayer:
     """A layer on one device that prunes from the first step."""
-    config = LRMoEConfig(warmup_steps=0, **fields)
-    sizes = {"num_experts": shape.experts, "hidden_size": shape.hidden, "intermediate_size": shape.width}
-    return MoELayer(**sizes, config=config, clock=StepClock())
+    return MoELayer(
+        num_experts=shape.experts,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.width,
+        config=LRMoEConfig(warmup_steps=0, **fields),
+    )
 
 
 def run_layer(layer: MoELayer, case: Case) -> list[Tensor]:
@@ -166,7 +169,9 @@ def check_layer(report: Report, shape: Shape, dtype: torch.dtype, device: torch.
     if dtype == torch.float32:  # in bf16 rounding may swap two pairs at the edge of the quota
         layer = make_layer(shape, max_drop=0.3, estimator="topk")
         actual = run_layer(layer, case)
-        keep_TK = kept_pairs(case, layer.last_record.quota_E)
+        record = layer.last_record
+        assert record is not None
+        keep_TK = kept_pairs(case, record.quota_E)
         pruned = [run_plain(case, t, keep_TK) for t in (torch.float64, dtype)]
         report.check(f"layer.{NAMES[dtype]}.drop0.3.topk", actual, *pruned)
 

@@ -174,7 +174,7 @@ def _param_row(param: Parameter) -> str:
 def _names(param: Parameter) -> str:
     if param.param_type_name == "argument":
         return f"`{_metavar(param)}`"
-    value = "" if param.is_flag else " " + (param.metavar or param.type.name.upper())
+    value = "" if param.is_flag else " " + (param.metavar or param.name.upper())
     return ", ".join(f"`{name}{value}`" for name in [*param.opts, *param.secondary_opts])
 
 
