@@ -44,7 +44,7 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "commands.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "run-file.md", "commands.md"])
 def test_generated_page_is_current(generator: ModuleType, name: str) -> None:
     page = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
     assert page == generator.PAGES[name](), "run `make docs`"

@@ -1,4 +1,4 @@
-"""Write docs/reference/ from the code: the configuration's fields and the command line.
+"""Write docs/reference/ from the code: the configuration's fields, the trainer's tables, the command line.
 
 Usage: python tools/gen_reference.py [--check]
 `--check` writes nothing and exits with 1 when a page is out of date; tests/test_docs.py uses the same functions.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import typer
 from lrmoe import config as config_module
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError
+from lrmoe.training import config as training_config
 
 # typer brings its own copy of click, so these classes have no public name.
 Command = Any
@@ -96,6 +98,45 @@ def _is_refused(name: str, value: object) -> bool:
     return False
 
 
+RUN_HEAD = """# Run file
+
+What `lrmoe train --config run.toml` reads: TOML, five tables. `[lrmoe]` is the [configuration](configuration.md) of the
+layer; the others follow. Every key may be left out, and `--set table.key=value` changes one on the command line. The
+resolved file lies in the run's folder.
+"""
+
+
+def run_page() -> str:
+    """The page about the trainer's tables, from their fields' metadata."""
+    sections = [NOTE, RUN_HEAD]
+    for name, table in training_config.TABLES.items():
+        if table is LRMoEConfig:
+            continue
+        rows = [_run_row(field) for field in dataclasses.fields(table)]
+        about = inspect.cleandoc(table.__doc__ or "").partition(": ")[2]
+        head = ["| key | default | valid | meaning |", "|---|---|---|---|"]
+        sections += [f"## [{name}]", "", about[:1].upper() + about[1:], "", *head, *rows, ""]
+    return "\n".join(sections).rstrip() + "\n"
+
+
+def _run_row(field: dataclasses.Field[Any]) -> str:
+    unset = field.default is None or field.default is dataclasses.MISSING
+    default = "unset" if unset else f"`{_literal(field.default)}`"
+    meaning = _prose(field.metadata["doc"]).replace("|", "\\|")
+    return f"| `{field.name}` | {default} | {_limits(field.metadata)} | {meaning} |"
+
+
+def _limits(limits: Mapping[str, Any]) -> str:
+    if limits["choices"]:
+        return ", ".join(f"`{_literal(choice)}`" for choice in limits["choices"])
+    names = {str: "text", int: "integer", bool: "`true`, `false`", dict: "table"}
+    kind = names.get(limits["kind"], "number")
+    least = f" >= {limits['least']}" if limits["least"] > -math.inf else ""
+    # Bounds this far out only keep infinities away.
+    below = f", < {limits['below']}" if limits["below"] < 1e6 else ""
+    return f"{kind}{least}{below}"
+
+
 COMMANDS_HEAD = """# Commands
 
 `lrmoe COMMAND --help` prints the same, and ends with an example to copy. Logs go to standard error, figures to
@@ -146,7 +187,7 @@ def _prose(text: str | None) -> str:
     # \b keeps click from re-wrapping a paragraph, \f ends what --help shows.
     plain = inspect.cleandoc((text or "").split("\f")[0]).replace("\b\n", "").strip()
     # A bare <name> would be taken for an HTML tag.
-    return re.sub(r"[\w/.-]*<\w+>[\w/.-]*", lambda match: f"`{match[0]}`", plain)
+    return re.sub(r"[\w/.-]*<\w+>(?:/[\w.-]*)?", lambda match: f"`{match[0]}`", plain)
 
 
 def _epilog(text: str) -> list[str]:
@@ -178,7 +219,7 @@ def _names(param: Parameter) -> str:
     return ", ".join(f"`{name}{value}`" for name in [*param.opts, *param.secondary_opts])
 
 
-PAGES = {"configuration.md": configuration_page, "commands.md": commands_page}
+PAGES = {"configuration.md": configuration_page, "run-file.md": run_page, "commands.md": commands_page}
 
 
 def main() -> int:
