@@ -187,7 +187,7 @@ def _prose(text: str | None) -> str:
     # \b keeps click from re-wrapping a paragraph, \f ends what --help shows.
     plain = inspect.cleandoc((text or "").split("\f")[0]).replace("\b\n", "").strip()
     # A bare <name> would be taken for an HTML tag.
-    return re.sub(r"[\w/.-]*<\w+>(?:/[\w.-]*)?", lambda match: f"`{match[0]}`", plain)
+    return re.sub(r"(?:[\w/.-]*<\w+>)+(?:/[\w.-]*)?", lambda match: f"`{match[0]}`", plain)
 
 
 def _epilog(text: str) -> list[str]:
