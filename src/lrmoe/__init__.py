@@ -20,6 +20,7 @@ _HOMES = {
     "InputError": "lrmoe.errors",
     "PlanError": "lrmoe.errors",
     "RankError": "lrmoe.errors",
+    "ReplayError": "lrmoe.errors",
     "InfeasibleError": "lrmoe.errors",
     "CheckpointError": "lrmoe.errors",
     "UnsupportedError": "lrmoe.errors",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         MissingExtraError as MissingExtraError,
         PlanError as PlanError,
         RankError as RankError,
+        ReplayError as ReplayError,
         UnsupportedError as UnsupportedError,
     )
     from lrmoe.layer import MoELayer as MoELayer, StepClock as StepClock, padding as padding

@@ -22,6 +22,10 @@ class PlanError(LRMoEError, ValueError):
     """A plan is illegal, or the question put to a planner is malformed."""
 
 
+class ReplayError(LRMoEError, RuntimeError):
+    """A recompute of activation checkpointing matches no earlier forward."""
+
+
 class RankError(LRMoEError, RuntimeError):
     """Another rank of the group reported an error, or the ranks disagree. Raised on every rank of the group."""
 

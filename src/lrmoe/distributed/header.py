@@ -20,13 +20,11 @@ class Fault(IntEnum):
 
     NONE = 0
     INPUT = 1
-    REPLAY = 2
-    OTHER = 3
+    OTHER = 2
 
 
 _FAULT_TEXT = {
     Fault.INPUT: "was given bad input",
-    Fault.REPLAY: "could not match an activation-checkpoint recompute to its first forward",
     Fault.OTHER: "failed",
 }
 

@@ -38,6 +38,8 @@ def combine(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor |
     if tokens == 0 or index_M.shape[0] == 0:
         return rows_NH.new_zeros((tokens, hidden))
     starts_T = F.pad(ends_T[:-1], (1, 0))
+    if weight_M is not None and weight_M.element_size() < rows_NH.element_size():
+        weight_M = weight_M.to(rows_NH.dtype)
     if weight_M is None or weight_M.dtype == rows_NH.dtype:
         return F.embedding_bag(index_M, rows_NH, starts_T, mode="sum", per_sample_weights=weight_M)
     return _combine_mixed(rows_NH, index_M, ends_T, weight_M)

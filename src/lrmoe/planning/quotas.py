@@ -131,16 +131,24 @@ def _loss_weight(problem: Problem) -> FloatArray:
     return counts * np.where(known, mean, mean[known].mean())
 
 
-def split_quota(quota_E: IntArray, counts_RE: IntArray) -> IntArray:
+def split_quota(quota_E: IntArray, counts_RE: IntArray, offset_E: IntArray | None = None) -> IntArray:
     """Each source's share of the quotas, int64 (R, E): exact column sums, never above a source's count.
 
-    Sources are laid end to end; source r takes what falls between the rounded-down cumulative shares of its interval,
-    so shares are proportional to within one pair.
+    Sources are laid end to end; source r takes the integers in its interval of the quota line, so every share is the
+    proportional one rounded down or up. With a uniform offset it is rounded up with a probability equal to its
+    fraction (systematic rounding), which keeps sampling within shares unbiased.
+
+    Args:
+        quota_E: int64 (E,), at most the counts.
+        counts_RE: int64 (R, E).
+        offset_E: int64 (E,), in [0, count of the expert), or None for 0.
     """
-    total_E = np.maximum(counts_RE.sum(axis=0), 1)
+    total_E = counts_RE.sum(axis=0)
     upto_RE = np.cumsum(counts_RE, axis=0)
     # Python integers where the product could leave int64.
-    wide = int(total_E.max(initial=1)) * max(int(quota_E.max(initial=0)), 1) >= 2**62
+    wide = (int(total_E.max(initial=0)) + 1) * (int(quota_E.max(initial=0)) + 1) >= 2**62
     product = upto_RE.astype(object) * quota_E if wide else upto_RE * quota_E
-    ends = (product // total_E).astype(np.int64)
+    if offset_E is not None:
+        product = product + offset_E
+    ends = (product // np.maximum(total_E, 1)).astype(np.int64)
     return np.diff(ends, axis=0, prepend=0)

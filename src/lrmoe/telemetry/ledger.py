@@ -10,22 +10,21 @@ _BACKWARD = ("replicas", "stash", "backward")
 
 
 class Ledger:
-    """Counts the storage behind tensors, per part; two views of one storage count once."""
+    """Counts the bytes of tensors, per part; the same memory under one part counts once."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = dict.fromkeys(PARTS, 0)
-        self._seen: set[tuple[str, int]] = set()
+        self._seen: set[tuple[str, int, int]] = set()
 
     def add(self, part: str, *tensors: Tensor | None) -> None:
-        """Book the storage of `tensors` under a part of PARTS."""
+        """Book the bytes of `tensors` under a part of PARTS."""
         for tensor in tensors:
-            if tensor is None:
+            if tensor is None or tensor.numel() == 0:
                 continue
-            storage = tensor.untyped_storage()
-            key = (part, storage.data_ptr())
-            if storage.nbytes() and key not in self._seen:
+            key = (part, tensor.data_ptr(), tensor.nbytes)
+            if key not in self._seen:
                 self._seen.add(key)
-                self._bytes[part] += storage.nbytes()
+                self._bytes[part] += tensor.nbytes
 
     def seal(self) -> None:
         """Forget addresses (they may be used again) and keep the sums: between forward and backward."""

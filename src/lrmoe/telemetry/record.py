@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from lrmoe.telemetry.clock import PHASES, PhaseClock
 from lrmoe.telemetry.ledger import Ledger, buffer_peak
+
+OBSERVED = "observed."
 
 
 @dataclass(kw_only=True)
@@ -104,21 +108,34 @@ class CallRecord:
 
 @dataclass(eq=False)
 class OpenCall:
-    """A call in flight: its record, and the instruments that are read into it when the call ends."""
+    """A call in flight: its record, and the instruments that are read into it when somebody looks.
+
+    `pending` holds device scalars by record field (or OBSERVED + name), so that the call itself never waits for them.
+    """
 
     record: CallRecord
     clock: PhaseClock
     ledger: Ledger = field(default_factory=Ledger)
+    pending: dict[str, Tensor] = field(default_factory=dict)
 
     def sent(self, phase: str, size: int) -> None:
         """Book bytes sent to other ranks under a phase."""
         self.record.bytes[phase] = self.record.bytes.get(phase, 0) + size
 
     def close(self) -> CallRecord:
-        """Read clock and ledger into the record."""
+        """Read clock, ledger and figures that are still on the device into the record."""
+        for name, value in self.pending.items():
+            self._store(name, value.item())
+        self.pending.clear()
         self.record.ms, self.record.wall_ms = self.clock.read()
         self.record.mem = self.ledger.read()
         return self.record
+
+    def _store(self, name: str, value: float) -> None:
+        if name.startswith(OBSERVED):
+            self.record.observed[name.removeprefix(OBSERVED)] = value
+        else:
+            setattr(self.record, name, value)
 
 
 class Telemetry:

@@ -141,7 +141,8 @@ def _died(rank: int, code: int, folder: Path) -> dict[str, Any]:
     log = folder / f"log-{rank}.txt"
     tail = log.read_text(errors="replace")[-2000:] if log.exists() else "(its output is above)"
     how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-    return {"rank": rank, "name": "process", "message": how, "traceback": tail, "time": time.time()}
+    # Time 0: a rank that could not even report is the cause of its peers' errors.
+    return {"rank": rank, "name": "process", "message": how, "traceback": tail, "time": 0.0}
 
 
 # The worker's half.

@@ -82,6 +82,6 @@ def get_preset(name: str) -> Preset:
     """
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, list(PRESETS), n=1)
+    near = difflib.get_close_matches(name, list(PRESETS), n=1, cutoff=0.4)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ConfigError(f"model.preset={name!r}: no such preset{hint}; valid: {', '.join(PRESETS)}")

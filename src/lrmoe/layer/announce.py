@@ -1,0 +1,149 @@
+"""The start of a call: every rank's counts and header in one all-gather, then the same plan on every rank.
+
+Shape letters: R ranks, E experts, L local experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.distributed import Comm, Header, HeaderTable
+from lrmoe.distributed.header import Fault
+from lrmoe.errors import InputError
+from lrmoe.layer.controller import Controller, Moment
+from lrmoe.layer.inputs import Inputs
+from lrmoe.layer.routing import sort_pairs
+from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
+from lrmoe.planning.problem import FloatArray, IntArray
+from lrmoe.telemetry import CallRecord, PhaseClock
+from lrmoe.telemetry.record import OpenCall
+
+_UNDER_NO_GRAD = 16  # unknown yet: a reentrant checkpoint runs its first forward without gradients
+_DTYPE_CODES = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """A call that has its plan: what a checkpoint recompute reuses."""
+
+    plan: LayerPlan
+    moment: Moment | None
+    open_call: OpenCall
+
+
+class Announcer:
+    """Gathers counts, raises faults on every rank, and plans."""
+
+    def __init__(
+        self, *, config: LRMoEConfig, comm: Comm, topology: Topology, controller: Controller, hidden: int
+    ) -> None:
+        self._config = config
+        self._comm = comm
+        self._topology = topology
+        self._controller = controller
+        self._hidden = hidden
+        self._policy = get_policy(config.policy)
+
+    def plan(self, inputs: Inputs, moment: Moment | None, gradients: int) -> tuple[Planned, Tensor]:
+        """Count this rank's pairs, tell all ranks, plan.
+
+        Returns:
+            the plan with its record; int64 (T*K,) flat pair ids sorted by expert.
+
+        Raises:
+            RankError: a rank reported a fault, or the ranks disagree.
+        """
+        clock = PhaseClock(inputs.x_TH.device)
+        with clock.phase("plan"):
+            order, counts_E = sort_pairs(inputs.ids_TK, self._topology.experts)
+            header = self._header(inputs, moment, gradients)
+            counts_RE, score_mean_E = self._gather(header, counts_E)
+            prune = moment is not None and moment.prune and gradients > 0
+            problem = make_problem(
+                self._config, counts_RE, self._topology, self._config.max_drop if prune else 0.0, score_mean_E
+            )
+            plan = self._policy(problem)
+        open_call = OpenCall(record=self._record(plan, moment, inputs), clock=clock)
+        ints = Header.WIDTH + self._topology.experts + self._topology.experts_per_rank
+        open_call.sent("plan", (self._comm.size - 1) * ints * 8)
+        return Planned(plan=plan, moment=moment, open_call=open_call), order
+
+    def report(self, error: Exception, weight: object) -> None:
+        """Tell the other ranks that this one cannot make the call; they raise, and so does the caller."""
+        if self._comm.size == 1:
+            return
+        fault = Fault.INPUT if isinstance(error, InputError) else Fault.OTHER
+        device = weight.device if isinstance(weight, Tensor) else torch.device("cpu")
+        nothing = torch.zeros(self._topology.experts, dtype=torch.int64, device=device)
+        self._comm.all_gather_ints(self._message(Header(fault=int(fault)), nothing))
+
+    def _header(self, inputs: Inputs, moment: Moment | None, gradients: int) -> Header:
+        return Header(
+            tokens=inputs.x_TH.shape[0],
+            step=0 if moment is None else moment.step,
+            micro_batch=0 if moment is None else moment.micro_batch,
+            hidden=self._hidden,
+            dtype=_DTYPE_CODES[inputs.x_TH.dtype],
+            training=int(moment is not None),
+            gradients=gradients,
+        )
+
+    def _message(self, header: Header, counts_E: Tensor) -> Tensor:
+        """int64 (WIDTH + E + L,): header, counts, and this rank's score means as fp64 bits."""
+        head = torch.from_numpy(header.to_ints()).to(counts_E.device, non_blocking=True)
+        means = self._controller.score_mean_L.to(counts_E.device).view(torch.int64)
+        return torch.cat([head, counts_E, means])
+
+    def _gather(self, header: Header, counts_E: Tensor) -> tuple[IntArray, FloatArray]:
+        """All ranks' counts (R, E) and all experts' score means (E,): the one host read of the forward."""
+        table = self._comm.all_gather_ints(self._message(header, counts_E)).cpu().numpy()
+        HeaderTable(table[:, : Header.WIDTH]).raise_on_trouble(self._comm.rank, self._controller.layer)
+        split = Header.WIDTH + self._topology.experts
+        means = np.ascontiguousarray(table[:, split:]).view(np.float64).reshape(-1)
+        return np.ascontiguousarray(table[:, Header.WIDTH : split]), means
+
+    def _record(self, plan: LayerPlan, moment: Moment | None, inputs: Inputs) -> CallRecord:
+        reason = plan.reason if moment is None or moment.prune else moment.reason
+        return CallRecord(
+            step=0 if moment is None else moment.step,
+            micro_batch=0 if moment is None else moment.micro_batch,
+            layer=self._controller.layer,
+            world_size=self._comm.size,
+            tokens=inputs.x_TH.shape[0],
+            pairs=plan.pairs,
+            kept=plan.kept,
+            drop_reason="eval" if moment is None else reason,
+            counts_E=plan.counts_E.tolist(),
+            quota_E=plan.quota_E.tolist(),
+            forward_load_R=plan.forward_load_R.tolist(),
+            backward_load_R=plan.backward_load_R.tolist(),
+            rows_forward_local=int(plan.forward_load_R[self._comm.rank]),
+        )
+
+
+def make_problem(
+    config: LRMoEConfig, counts_RE: IntArray, topology: Topology, max_drop: float, score_mean_E: FloatArray | None
+) -> Problem:
+    """The planning problem of a call. Score history serves `sampled` only: its optimum is one sampling constant."""
+    return Problem(
+        counts_RE=counts_RE,
+        topology=topology,
+        max_drop=max_drop,
+        drop=config.drop,
+        min_keep=config.min_keep,
+        peak_target=config.peak_target,
+        score_mean_E=score_mean_E if config.estimator == "sampled" else None,
+    )
+
+
+def gradient_bits(inputs: Inputs, gate_up: Tensor, down: Tensor) -> int:
+    """Which tensors need gradients, as bits 1 (input), 2 (routing weights), 4 (gate_up), 8 (down)."""
+    if not torch.is_grad_enabled():
+        return _UNDER_NO_GRAD
+    wanted = (inputs.x_TH, inputs.alpha_TK, gate_up, down)
+    return sum(1 << bit for bit, tensor in enumerate(wanted) if tensor.requires_grad)

@@ -1,0 +1,145 @@
+"""The state a layer keeps between calls: where in training it is, and what past scores taught the planner."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.errors import ConfigError
+from lrmoe.layer.randomness import Key
+
+_PATIENCE = 64  # training calls of one layer in what should be one optimizer step
+_DECAY = 0.9  # of the running mean of scores
+
+
+class StepClock:
+    """Counts optimizer steps; one clock serves all layers of a model.
+
+    Where `advance` is never called, a warning says so once and calls of the layer count as steps.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.running = False
+        self._warned = False
+        self._layers: list[Any] = []
+
+    def advance(self) -> None:
+        """One optimizer step is done: forget what only an unfinished step may need."""
+        self.step += 1
+        self.running = True
+        for layer in self._layers:
+            layer.release()
+
+    def watch(self, layer: Any) -> None:  # noqa: ANN401 - anything with release()
+        """Release this layer's replay records at every step."""
+        self._layers.append(layer)
+
+    def warn_idle(self) -> None:
+        """Say once that nobody advances the clock."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "lrmoe: no optimizer step was announced in many training calls; counting calls instead. Call "
+                "handle.step() after each optimizer step, or handle.attach(optimizer), or use the Trainer callback.",
+                stacklevel=2,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """When a training call happens, and whether its backward may leave pairs out."""
+
+    step: int
+    micro_batch: int
+    prune: bool
+    reason: str
+
+
+class Controller:
+    """Schedule, call counter and score history of one layer.
+
+    Args:
+        config: the configuration.
+        clock: the optimizer-step clock.
+        layer: index of the layer, part of its random key.
+        experts: experts homed on this rank, whose score history this rank keeps.
+    """
+
+    def __init__(self, *, config: LRMoEConfig, clock: StepClock, layer: int, experts: int) -> None:
+        self.config = config
+        self.clock = clock
+        self.layer = layer
+        self.score_mean_L = torch.zeros(experts, dtype=torch.float64)
+        self._step = 0
+        self._calls_in_step = 0
+        self._calls = 0
+
+    def next_moment(self) -> Moment:
+        """Count one training call."""
+        if self.clock.step != self._step:
+            self._step, self._calls_in_step = self.clock.step, 0
+        step, micro_batch = self._step, self._calls_in_step
+        self._calls_in_step += 1
+        self._calls += 1
+        if not self.clock.running and self._calls > _PATIENCE:
+            self.clock.warn_idle()
+            step, micro_batch = self._calls - 1, 0
+        reason = self._exact_because(step)
+        return Moment(step=step, micro_batch=micro_batch, prune=reason is None, reason=reason or self.config.drop)
+
+    def _exact_because(self, step: int) -> str | None:
+        config = self.config
+        if config.max_drop == 0 or config.observe:
+            return "off"
+        if step < config.warmup_steps:
+            return "warmup"
+        if config.total_steps is not None and step >= config.total_steps - config.cooldown_steps:
+            return "cooldown"
+        return None
+
+    def key(self, moment: Moment) -> Key:
+        """The random key of a call."""
+        return Key(
+            seed=self.config.seed, layer=self.layer, step=moment.step, micro_batch=moment.micro_batch
+        )
+
+    def learn(self, score_sum_L: Tensor, count_L: Tensor) -> None:
+        """Update the running mean score of the experts homed here.
+
+        Args:
+            score_sum_L: fp64 (L,), sum of finite scores; count_L: int64 (L,), how many.
+        """
+        mean = score_sum_L / count_L.clamp(min=1)
+        old = self.score_mean_L.to(mean.device)
+        fresh = torch.where(old > 0, _DECAY * old + (1 - _DECAY) * mean, mean)
+        self.score_mean_L = torch.where((count_L > 0) & (mean > 0), fresh, old)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state of this rank."""
+        return {
+            "step": self._step,
+            "calls_in_step": self._calls_in_step,
+            "calls": self._calls,
+            "score_mean": self.score_mean_L.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave.
+
+        Raises:
+            ConfigError: the state belongs to a layer with another number of local experts.
+        """
+        mean = torch.tensor(state["score_mean"], dtype=torch.float64)
+        if mean.shape != self.score_mean_L.shape:
+            raise ConfigError(
+                f"score_mean holds {mean.numel()} experts: layer {self.layer} has {self.score_mean_L.numel()} on this rank"
+            )
+        self.score_mean_L = mean
+        self._step, self._calls_in_step = int(state["step"]), int(state["calls_in_step"])
+        self._calls = int(state["calls"])

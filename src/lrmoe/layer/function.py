@@ -1,0 +1,66 @@
+"""The autograd node of a layer call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from lrmoe.layer.backward import Wanted, walk_backward
+from lrmoe.layer.call import Call, Walked, walk_forward
+from lrmoe.layer.routing import Routing
+
+
+class MoEFunction(torch.autograd.Function):
+    """Full forward; backward of the kept pairs only.
+
+    Inputs: call, order_N (sorted pairs), x (T, H) and alpha (T, K) in any floating dtypes, gate_up (L, 2I, H),
+    down (L, H, I). Output (T, H) in the dtype of x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, order_N: Tensor, x_TH: Tensor, alpha_TK: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:  # noqa: ANN401 - autograd's context
+        with torch.autocast(x_TH.device.type, enabled=False):
+            walked = run_forward(call, order_N, x_TH, alpha_TK, gate_up, down)
+        ctx.call = call
+        ctx.save_for_backward(
+            order_N, alpha_TK, gate_up, down, walked.x, walked.h_M2I, walked.phi_norm_N, walked.y_NH
+        )
+        ctx.dtypes = (x_TH.dtype, alpha_TK.dtype, gate_up.dtype, down.dtype)
+        return walked.out_TH.to(x_TH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - autograd's context
+        call: Call = ctx.call
+        order_N, alpha_TK, gate_up, down, x, h, norm, y = ctx.saved_tensors
+        _, _, *needed = ctx.needs_input_grad
+        wanted = Wanted(x=needed[0], alpha=needed[1], gate_up=needed[2], down=needed[3])
+        call.open_call.ledger.seal()
+        with torch.autocast(grad_TH.device.type, enabled=False):
+            grads = walk_backward(
+                call,
+                Walked(out_TH=grad_TH, x=x, h_M2I=h, phi_norm_N=norm, y_NH=y),
+                grad_TH.to(call.compute_dtype),
+                alpha_TK,
+                order_N,
+                call.weights(gate_up, down),
+                wanted,
+            )
+        if call.moment is not None:
+            call.telemetry.add(call.open_call)
+        found = (grads.x_TH, grads.alpha_TK, grads.gate_up, grads.down)
+        cast = [None if grad is None else grad.to(dtype) for grad, dtype in zip(found, ctx.dtypes, strict=True)]
+        return (None, None, *cast)
+
+
+def run_forward(
+    call: Call, order_N: Tensor, x_TH: Tensor, alpha_TK: Tensor, gate_up: Tensor, down: Tensor
+) -> Walked:
+    """Forward without a graph; the caller turns gradients and autocast off."""
+    routing = Routing.build(order_N, order_N.shape[0], (x_TH.shape[0], call.slots))
+    return walk_forward(call, x_TH.to(call.compute_dtype), alpha_TK, routing, call.weights(gate_up, down))

@@ -1,0 +1,87 @@
+"""Checks of what a caller gives the layer, before any work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lrmoe.errors import InputError
+from lrmoe.layer.padding import check_mask, current_mask
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Checked inputs: x (T, H), ids (T, K) with "no expert" where a token is padding, alpha (T, K)."""
+
+    x_TH: Tensor
+    ids_TK: Tensor
+    alpha_TK: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Sizes a layer was built for."""
+
+    experts: int
+    local_experts: int
+    hidden: int
+    width: int
+
+
+def check_inputs(
+    shape: LayerShape, hidden_states: Tensor, ids: Tensor, alpha: Tensor, gate_up: Tensor, down: Tensor,
+    mask: Tensor | None,
+) -> Inputs:  # fmt: skip
+    """Flatten leading dimensions, check every shape and dtype, and take padding out of the ids.
+
+    Raises:
+        InputError: names the argument, what was given and what is valid.
+    """
+    _check_float("hidden_states", hidden_states)
+    _check_float("top_k_weights", alpha)
+    if hidden_states.ndim < 2 or hidden_states.shape[-1] != shape.hidden:
+        raise InputError(f"hidden_states has shape {tuple(hidden_states.shape)}: must be (tokens, {shape.hidden})")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise InputError(f"top_k_index has dtype {ids.dtype}: must be an integer dtype (int64)")
+    x_TH = hidden_states.reshape(-1, shape.hidden)
+    _check_pairs(x_TH, ids, alpha)
+    _check_weights(shape, x_TH, gate_up, down)
+    ids_TK, alpha_TK = ids.reshape(-1, ids.shape[-1]), alpha.reshape(-1, alpha.shape[-1])
+    tokens = x_TH.shape[0]
+    mask_T = current_mask(tokens) if mask is None else check_mask(mask, tokens)
+    if mask_T is not None:
+        ids_TK = ids_TK.masked_fill(~mask_T.to(ids.device).unsqueeze(1), shape.experts)
+    return Inputs(x_TH=x_TH, ids_TK=ids_TK, alpha_TK=alpha_TK)
+
+
+def _check_float(name: str, value: Tensor) -> None:
+    if value.dtype not in _FLOATS:
+        raise InputError(f"{name} has dtype {value.dtype}: must be one of {', '.join(map(str, _FLOATS))}")
+
+
+def _check_pairs(x_TH: Tensor, ids: Tensor, alpha: Tensor) -> None:
+    if ids.shape != alpha.shape:
+        raise InputError(f"top_k_index has shape {tuple(ids.shape)} and top_k_weights {tuple(alpha.shape)}: must agree")
+    if ids.ndim < 2 or ids.shape[-1] < 1 or ids.shape[:-1].numel() != x_TH.shape[0]:
+        raise InputError(
+            f"top_k_index has shape {tuple(ids.shape)}: must be (tokens, top_k) with {x_TH.shape[0]} tokens, top_k >= 1"
+        )
+
+
+def _check_weights(shape: LayerShape, x_TH: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    wanted = {
+        "gate_up_proj": (gate_up, (shape.local_experts, 2 * shape.width, shape.hidden)),
+        "down_proj": (down, (shape.local_experts, shape.hidden, shape.width)),
+    }
+    for name, (weight, size) in wanted.items():
+        _check_float(name, weight)
+        if tuple(weight.shape) != size:
+            raise InputError(f"{name} has shape {tuple(weight.shape)}: must be {size} (local experts first)")
+        if weight.device != x_TH.device:
+            raise InputError(f"{name} lies on {weight.device} and hidden_states on {x_TH.device}: must agree")
+    if gate_up.dtype != down.dtype:
+        raise InputError(f"gate_up_proj has dtype {gate_up.dtype} and down_proj {down.dtype}: must agree")

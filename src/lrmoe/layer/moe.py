@@ -1,0 +1,182 @@
+"""The layer: checks, counts, one plan for all ranks, then the walk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.distributed import Comm
+from lrmoe.errors import ConfigError
+from lrmoe.layer.announce import Announcer, Planned, gradient_bits
+from lrmoe.layer.call import Call
+from lrmoe.layer.controller import Controller, StepClock
+from lrmoe.layer.function import MoEFunction, run_forward
+from lrmoe.layer.inputs import Inputs, LayerShape, check_inputs
+from lrmoe.layer.replay import FirstForward, ReplayStore, draw_token, inside_backward, may_recompute
+from lrmoe.layer.routing import sort_pairs
+from lrmoe.ops import ACTIVATIONS
+from lrmoe.planning import Topology
+from lrmoe.telemetry import CallRecord, Telemetry
+from lrmoe.telemetry.record import OpenCall
+
+
+class MoELayer:
+    """Runs one experts module: full forward, planned and pruned backward.
+
+    It owns no parameters: they are passed at each call, so that frameworks may shard, swap or cast them.
+
+    Args:
+        num_experts: experts of the whole group; a multiple of its size. Expert e lives on rank e // (experts / size).
+        hidden_size, intermediate_size: H and I.
+        config: what backward leaves out, and how.
+        activation: "silu", "gelu" or "gelu_tanh", applied to the gate half.
+        group: expert-parallel process group; None for one rank.
+        layer: index of the layer, part of its random key and of messages.
+        clock: optimizer-step clock shared by all layers; a private one by default.
+        telemetry: where finished training calls are recorded; a private one by default.
+
+    Raises:
+        PlanError: experts not divisible by the group's size.
+        ConfigError: unknown activation.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        config: LRMoEConfig,
+        activation: str = "silu",
+        group: dist.ProcessGroup | None = None,
+        layer: int = 0,
+        clock: StepClock | None = None,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"activation={activation!r}: must be one of {', '.join(map(repr, ACTIVATIONS))}")
+        self.config = config
+        self.comm = Comm(group)
+        self.topology = Topology(ranks=self.comm.size, experts=num_experts)
+        local = self.topology.experts_per_rank
+        self.shape = LayerShape(experts=num_experts, local_experts=local, hidden=hidden_size, width=intermediate_size)
+        self.activation = activation
+        self.layer = layer
+        self.clock = StepClock() if clock is None else clock
+        self.telemetry = Telemetry() if telemetry is None else telemetry
+        self.controller = Controller(config=config, clock=self.clock, layer=layer, experts=local)
+        self._replay = ReplayStore()
+        self._announcer = Announcer(
+            config=config, comm=self.comm, topology=self.topology, controller=self.controller, hidden=hidden_size
+        )
+        self._last: OpenCall | None = None
+        self.clock.watch(self)
+
+    @property
+    def last_record(self) -> CallRecord | None:
+        """Record of the latest training call, complete after its backward."""
+        return None if self._last is None else self._last.close()
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        *,
+        training: bool,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Weighted sum of expert outputs for every token.
+
+        Every rank of the group must make the call, also with zero tokens.
+
+        Args:
+            hidden_states: (T, H) or (..., H), floating point.
+            top_k_index: (T, K) integer global expert ids; ids outside [0, num_experts) mean "no expert".
+            top_k_weights: (T, K) routing weights.
+            gate_up_proj: (E_local, 2I, H), gate half first; down_proj: (E_local, H, I).
+            training: whether backward may leave pairs out; False is exact and touches no state.
+            padding_mask: bool or integer, T entries, nonzero where the token is real; default: `lrmoe.padding`.
+
+        Returns:
+            Same shape and dtype as `hidden_states`; zero where a token has no expert.
+
+        Raises:
+            InputError: bad shapes, dtypes or ids on this rank.
+            RankError: another rank was given bad input, or the ranks disagree. Raised on every rank.
+        """
+        tensors = (hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj)
+        recompute = training and inside_backward()
+        token = draw_token() if training else 0
+        try:
+            inputs = check_inputs(self.shape, *tensors, padding_mask)
+        except Exception as error:
+            if not recompute:
+                self._announcer.report(error, gate_up_proj)
+            raise
+        if recompute:
+            first = self._replay.take(token, keep=not torch.is_grad_enabled())
+            planned, ids_TK = first.planned, first.ids_TK
+            order, _ = sort_pairs(ids_TK, self.shape.experts)
+        else:
+            moment = self.controller.next_moment() if training else None
+            planned, order = self._announcer.plan(inputs, moment, gradient_bits(inputs, gate_up_proj, down_proj))
+            if training and may_recompute():
+                self._replay.put(token, FirstForward(ids_TK=self._stored(inputs.ids_TK), planned=planned))
+        out = self._run(inputs, planned, order, gate_up_proj, down_proj)
+        return out.view(hidden_states.shape)
+
+    def release(self) -> None:
+        """Forget the forwards that a checkpoint recompute could still ask for."""
+        self._replay.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able controller state of this rank."""
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; ConfigError where it does not fit this layer."""
+        self.controller.load_state_dict(state)
+
+    def _stored(self, ids_TK: Tensor) -> Tensor:
+        """Ids as a replay keeps them: as narrow as they fit, "no expert" as -1."""
+        exists = (ids_TK >= 0) & (ids_TK < self.shape.experts)
+        narrow = torch.int16 if self.shape.experts < 2**15 else torch.int64
+        return torch.where(exists, ids_TK, -1).to(narrow)
+
+    def _run(self, inputs: Inputs, planned: Planned, order: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        tensors = (inputs.x_TH, inputs.alpha_TK, gate_up, down)
+        call = Call(
+            config=self.config,
+            comm=self.comm,
+            controller=self.controller,
+            telemetry=self.telemetry,
+            plan=planned.plan,
+            moment=planned.moment,
+            open_call=planned.open_call,
+            activation=self.activation,
+            slots=inputs.ids_TK.shape[1],
+            compute_dtype=_compute_dtype(gate_up),
+            differentiable=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+        )
+        if planned.moment is not None:
+            self._last = planned.open_call
+        order_N = order[: int(planned.plan.counts_RE[self.comm.rank].sum())]
+        if call.differentiable:
+            return MoEFunction.apply(call, order_N, *tensors)
+        with torch.no_grad(), torch.autocast(inputs.x_TH.device.type, enabled=False):
+            return run_forward(call, order_N, *tensors).out_TH.to(inputs.x_TH.dtype)
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """Autocast's dtype where autocast is on (fp64 stays), otherwise the weights'."""
+    device = weight.device.type
+    if weight.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return weight.dtype

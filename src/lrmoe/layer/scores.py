@@ -1,0 +1,46 @@
+"""Score of a pair: the root of its squared contribution to a weight gradient.
+
+For the down projection a pair's gradient is the outer product of alpha_u g_t and phi_u, of rank one, so its norm is
+alpha_u |g_t| |phi_u| (LRM). Everything in fp32; the root form has the ranking of the square without its underflow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lrmoe.ops import abs_sums, row_norms
+
+
+def pair_scores(
+    kind: str, grad_TH: Tensor, alpha_N: Tensor, token_N: Tensor, phi_norm_N: Tensor | None
+) -> Tensor:
+    """Scores of this source's pairs.
+
+    Args:
+        kind: a score of the configuration.
+        grad_TH: gradient at the layer's output, any strides.
+        alpha_N: (N,) routing weights; token_N: int64 (N,).
+        phi_norm_N: fp32 (N,), norm of each pair's projection input; needed by "lrm" and "alpha_phi".
+
+    Returns:
+        fp32 (N,), non-negative where finite.
+    """
+    alpha = alpha_N.float().abs()
+    if kind == "random":
+        return torch.ones_like(alpha)
+    if kind == "alpha":
+        return alpha
+    if kind == "alpha_phi":
+        return alpha * _given(phi_norm_N)
+    if kind == "abs_grad":
+        return abs_sums(grad_TH)[token_N]
+    norm_N = row_norms(grad_TH)[token_N]
+    if kind == "grad_norm":
+        return norm_N
+    return alpha * norm_N if kind == "alpha_grad" else alpha * norm_N * _given(phi_norm_N)
+
+
+def _given(phi_norm_N: Tensor | None) -> Tensor:
+    assert phi_norm_N is not None, "the forward keeps projection-input norms for this score"
+    return phi_norm_N
