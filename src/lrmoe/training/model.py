@@ -56,10 +56,12 @@ def read_config(config: ModelConfig) -> Any:
         preset = get_preset(config.preset)
         fields = {**preset.fields, **config.overrides}
         found = hf.AutoConfig.for_model(preset.model_type)
+        known = set(preset.fields)  # some are read by the model and not declared by its configuration, as head_dim
     else:
         fields = dict(config.overrides)
         found = _read_config_file(hf, config)
-    unknown = [name for name in fields if not hasattr(found, name)]
+        known = set()
+    unknown = [name for name in config.overrides if name not in known and not hasattr(found, name)]
     if unknown:
         raise ConfigError(f"model.overrides.{unknown[0]}: no such field of {type(found).__name__}")
     try:
