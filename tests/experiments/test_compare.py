@@ -1,0 +1,170 @@
+"""A tiny comparison, whole: two gloo processes, real text, both systems, the folder it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.errors import ConfigError, LRMoEError
+from lrmoe.experiments.commands import compare
+from lrmoe.experiments.compare import _check_same_start, _turns
+from lrmoe.experiments.cost import step_cost
+from lrmoe.experiments.figures import figures
+from lrmoe.experiments.lane import Lane
+from lrmoe.experiments.systems import get_system
+from tests.experiments.records import record
+
+WARMUP = 2
+FIELDS = {"target_loss", "world_size", "link_bytes_per_s", "seed", "model", "context", "systems"}
+SYSTEM_FIELDS = {
+    "reached",
+    "steps",
+    "final_loss",
+    "moe_time_wall_s",
+    "moe_time_critical_s",
+    "wire_bytes",
+    "buffer_peak_bytes",
+    "kept_share",
+}
+
+
+def tiny(tmp_path: Path) -> list[str]:
+    """Overrides that make the demo small."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(200)))
+    shape = "hidden_size=32,intermediate_size=32,moe_intermediate_size=32,num_hidden_layers=2,head_dim=16"
+    overrides = [
+        f"model.overrides.{pair}" for pair in f"{shape},num_attention_heads=2,num_experts=4".split(",")
+    ]
+    overrides += ["model.overrides.num_key_value_heads=1", "model.overrides.num_experts_per_tok=2"]
+    overrides += [f"data.path={json.dumps(str(text))}", "data.seq_len=32", "train.batch_size=4"]
+    overrides += [f"train.runs={json.dumps(str(tmp_path / 'runs'))}", f"lrmoe.warmup_steps={WARMUP}"]
+    return [*overrides, "compare.smoothing_steps=3", "compare.link_skip_steps=1", "compare.link_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    tmp_path = tmp_path_factory.mktemp("compare")
+    overrides = [*tiny(tmp_path), "compare.max_steps=40", "optim.lr=0.01", "optim.warmup_steps=1"]
+    code = compare(preset="demo", name="tiny", target_loss=4.0, overrides=overrides)
+    return tmp_path / "runs" / "tiny", code
+
+
+def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((folder / "summary.json").read_text()), lines
+
+
+@pytest.mark.distributed
+def test_both_reach_the_target_and_the_summary_has_every_field(finished: tuple[Path, int]) -> None:
+    folder, code = finished
+    summary, lines = read(folder)
+    assert code == 0
+    assert set(summary) >= FIELDS
+    assert (summary["target_loss"], summary["world_size"], summary["seed"]) == (4.0, 2, 0)
+    assert set(summary["context"]) == {"command", "versions", "hardware", "date"}
+    for name, entry in summary["systems"].items():
+        assert set(entry) >= SYSTEM_FIELDS
+        assert entry["reached"]
+        assert entry["steps"] == sum(line["system"] == name for line in lines)
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.toml",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+    }
+
+
+@pytest.mark.distributed
+def test_systems_start_equal_and_differ_only_in_backward(finished: tuple[Path, int]) -> None:
+    summary, lines = read(finished[0])
+    first = {line["system"]: line for line in lines if line["step"] == 1}
+    assert first["megatron"]["loss"] == first["lrmoe"]["loss"]
+    assert [load["forward_R"] for load in first["megatron"]["loads"]] == [
+        load["forward_R"] for load in first["lrmoe"]["loads"]
+    ]
+    for line in lines:
+        exact = line["system"] == "megatron" or line["step"] <= WARMUP
+        assert line["kept_share"] == 1.0 if exact else 0.7 <= line["kept_share"] < 0.72
+        kept = sum(sum(load["backward_R"]) for load in line["loads"])
+        assert kept == line["kept"], "rows that backward computed are the kept pairs"
+    wire = {name: entry["wire_bytes"] / entry["steps"] for name, entry in summary["systems"].items()}
+    assert wire["lrmoe"] < wire["megatron"]
+
+
+@pytest.mark.distributed
+def test_steps_alternate_so_that_neither_always_leads(finished: tuple[Path, int]) -> None:
+    _, lines = read(finished[0])
+    leaders = [next(line["system"] for line in lines if line["step"] == step) for step in (1, 2, 3, 4)]
+    assert leaders == ["megatron", "lrmoe", "megatron", "lrmoe"]
+
+
+@pytest.mark.distributed
+def test_figures_of_the_summary(finished: tuple[Path, int]) -> None:
+    summary, _ = read(finished[0])
+    found = {item["name"]: item for item in figures(summary)}
+    ours, base = (summary["systems"][name]["moe_time_critical_s"] for name in ("lrmoe", "megatron"))
+    assert found["compare.lrmoe.time_critical_over_megatron"]["value"] == pytest.approx(ours / base)
+    assert "compare.megatron.time_critical_over_megatron" not in found
+    assert found["compare.lrmoe.wire_bytes"]["unit"] == "B"
+    for item in found.values():
+        assert set(item) == {"name", "value", "unit", "better", "context"}
+        assert {"command", "seed", "versions", "hardware", "date"} <= set(item["context"])
+
+
+@pytest.mark.distributed
+def test_an_unreached_target_exits_with_1_and_prints_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*tiny(tmp_path), "compare.max_steps=2"]
+    assert (
+        compare(name="short", systems=["lrmoe-topk20"], target_loss=0.1, overrides=overrides, as_json=True)
+        == 1
+    )
+    out = capfd.readouterr().out
+    found = {item["name"]: item["value"] for item in map(json.loads, out.splitlines())}
+    assert found["compare.lrmoe-topk20.reached"] == 0
+    assert found["compare.lrmoe-topk20.steps"] == 2
+    assert not any("_over_" in name for name in found), "no ratio without a baseline that arrived"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "nope"}, "preset='nope'"),
+        ({"systems": ["nope"]}, "systems='nope'"),
+        ({"ep": 1}, r"compare\.ep=1"),
+        ({"target_loss": -1.0}, r"compare\.target_loss=-1\.0"),
+        ({"overrides": ["compare.nope=1"]}, r"compare\.nope: no such key"),
+        ({"overrides": ["lrmoe.max_drop=2"]}, "max_drop=2"),
+        ({"overrides": ["train.device=cuda"]}, r"train\.device='cuda'"),
+    ],
+)
+def test_bad_usage_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compare(**options)
+
+
+def lane(name: str, loss: float) -> Lane:
+    made = Lane(get_system(name), LRMoEConfig(), target_loss=1.0, smoothing_steps=1)
+    made.add(loss, 1, step_cost([[record(ms={"experts": 1.0}, sent={})]]))
+    return made
+
+
+def test_different_first_losses_stop_the_comparison() -> None:
+    _check_same_start([lane("megatron", 5.5), lane("lrmoe", 5.5 * (1 + 1e-7))])
+    with pytest.raises(LRMoEError, match=re.escape("first losses [5.5, 5.6]")):
+        _check_same_start([lane("megatron", 5.5), lane("lrmoe", 5.6)])
+
+
+def test_every_racer_leads_in_turn() -> None:
+    assert [_turns(["a", "b", "c"], i) for i in range(3)] == [  # type: ignore[type-var]
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+    ]
