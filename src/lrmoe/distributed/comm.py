@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Newer torch has the same collective under another name and deprecates the old one.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Comm:
     """One expert-parallel group as the layer uses it; a group of one needs no process group.
@@ -29,7 +32,7 @@ class Comm:
         if self.size == 1:
             return row.unsqueeze(0)
         out = row.new_empty((self.size, row.shape[0]))
-        dist.all_gather_into_tensor(out.view(-1), row.contiguous(), group=self.group)
+        _ALL_GATHER(out.view(-1), row.contiguous(), group=self.group)
         return out
 
     def all_to_all(self, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]) -> Tensor:

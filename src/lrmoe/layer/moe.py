@@ -41,7 +41,7 @@ class MoELayer:
 
     Raises:
         PlanError: experts not divisible by the group's size.
-        ConfigError: unknown activation.
+        ConfigError: unknown activation, or a size below 1.
     """
 
     def __init__(
@@ -59,6 +59,9 @@ class MoELayer:
     ) -> None:
         if activation not in ACTIVATIONS:
             raise ConfigError(f"activation={activation!r}: must be one of {', '.join(map(repr, ACTIVATIONS))}")
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name}={size!r}: must be an integer of at least 1")
         self.config = config
         self.comm = Comm(group)
         self.topology = Topology(ranks=self.comm.size, experts=num_experts)

@@ -47,6 +47,8 @@ def current_mask(tokens: int) -> Tensor | None:
 
 def check_mask(mask: Tensor, tokens: int) -> Tensor:
     """The mask as bool (T,); InputError where it does not cover `tokens` tokens."""
+    if mask.is_floating_point() or mask.is_complex():
+        raise InputError(f"padding mask has dtype {mask.dtype}: must be bool or integer, nonzero where a token is real")
     if mask.numel() != tokens:
-        raise InputError(f"padding mask of shape {tuple(mask.shape)} covers {mask.numel()} tokens: the layer got {tokens}")
+        raise InputError(f"padding mask of shape {tuple(mask.shape)} covers {mask.numel()} tokens: must cover the layer's {tokens}")
     return mask.reshape(-1) != 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,8 +146,8 @@ class MetricsWriter:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Add one line; numbers also go to TensorBoard."""
-        self._file.write(json.dumps(values) + "\n")
+        """Add one line, numbers that are not finite as null; numbers also go to TensorBoard."""
+        self._file.write(json.dumps({name: _finite(value) for name, value in values.items()}) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
@@ -166,6 +167,11 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

@@ -56,7 +56,9 @@ def read_config(config: ModelConfig) -> Any:
         preset = get_preset(config.preset)
         fields = {**preset.fields, **config.overrides}
         found = hf.AutoConfig.for_model(preset.model_type)
-        known = set(preset.fields)  # some are read by the model and not declared by its configuration, as head_dim
+        known = set(
+            preset.fields
+        )  # some are read by the model and not declared by its configuration, as head_dim
     else:
         fields = dict(config.overrides)
         found = _read_config_file(hf, config)
@@ -65,7 +67,8 @@ def read_config(config: ModelConfig) -> Any:
     if unknown:
         raise ConfigError(f"model.overrides.{unknown[0]}: no such field of {type(found).__name__}")
     try:
-        values = {**found.to_dict(), **fields}
+        stored = type(found).attribute_map  # num_experts is an alias, to_dict gives num_local_experts
+        values = {**found.to_dict(), **{stored.get(name, name): value for name, value in fields.items()}}
         for name in ("transformers_version", "_name_or_path"):
             values.pop(name, None)
         return type(found).from_dict(values)
