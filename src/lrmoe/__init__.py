@@ -33,20 +33,40 @@ if TYPE_CHECKING:
     from lrmoe.config import LRMoEConfig as LRMoEConfig
     from lrmoe.errors import (
         CheckpointError as CheckpointError,
+    )
+    from lrmoe.errors import (
         ConfigError as ConfigError,
+    )
+    from lrmoe.errors import (
         InfeasibleError as InfeasibleError,
+    )
+    from lrmoe.errors import (
         InputError as InputError,
+    )
+    from lrmoe.errors import (
         LRMoEError as LRMoEError,
+    )
+    from lrmoe.errors import (
         MissingExtraError as MissingExtraError,
+    )
+    from lrmoe.errors import (
         PlanError as PlanError,
+    )
+    from lrmoe.errors import (
         RankError as RankError,
+    )
+    from lrmoe.errors import (
         ReplayError as ReplayError,
+    )
+    from lrmoe.errors import (
         UnsupportedError as UnsupportedError,
     )
-    from lrmoe.layer import MoELayer as MoELayer, StepClock as StepClock, padding as padding
+    from lrmoe.layer import MoELayer as MoELayer
+    from lrmoe.layer import StepClock as StepClock
+    from lrmoe.layer import padding as padding
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module attribute can be anything
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'lrmoe' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -11,7 +11,19 @@ from typing import Any
 
 from lrmoe.errors import ConfigError
 
-POLICIES = ("megatron", "fastermoe", "flexmoe", "smartmoe", "symi", "laer", "ultraep", "topoep", "eplb", "llep", "lrmoe")
+POLICIES = (
+    "megatron",
+    "fastermoe",
+    "flexmoe",
+    "smartmoe",
+    "symi",
+    "laer",
+    "ultraep",
+    "topoep",
+    "eplb",
+    "llep",
+    "lrmoe",
+)
 SCORES = ("lrm", "grad_norm", "alpha_grad", "abs_grad", "alpha", "alpha_phi", "random")
 FORWARD_SCORES = ("alpha", "alpha_phi", "random")
 PHI_SCORES = ("lrm", "alpha_phi")
@@ -37,7 +49,14 @@ _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
     "lean_wire": (True,),
 }
 _UNSET_ONLY = ("memory_budget", "layer_budget", "max_added_variance")
-_INTEGERS = {"replica_slots": 0, "min_keep": 0, "check_every": 0, "warmup_steps": 0, "cooldown_steps": 0, "seed": 0}
+_INTEGERS = {
+    "replica_slots": 0,
+    "min_keep": 0,
+    "check_every": 0,
+    "warmup_steps": 0,
+    "cooldown_steps": 0,
+    "seed": 0,
+}
 
 
 def _doc(text: str) -> dict[str, str]:
@@ -57,7 +76,8 @@ class LRMoEConfig:
 
     policy: str = field(default="lrmoe", metadata=_doc("Which system plans the layer call."))
     replica_slots: int = field(
-        default=2, metadata=_doc("Foreign expert copies a rank may hold during a call (this version places none).")
+        default=2,
+        metadata=_doc("Foreign expert copies a rank may hold during a call (this version places none)."),
     )
     max_drop: float = field(
         default=0.3,
@@ -90,7 +110,9 @@ class LRMoEConfig:
     )
     selection: str = field(
         default="global",
-        metadata=_doc("`global`: the kept set is chosen over all ranks. `local`: each rank its share of the quota."),
+        metadata=_doc(
+            "`global`: the kept set is chosen over all ranks. `local`: each rank its share of the quota."
+        ),
     )
     select_in: str = field(default="backward", metadata=_doc("Where the kept set is fixed."))
     router_grad: str = field(
@@ -101,21 +123,27 @@ class LRMoEConfig:
         ),
     )
     max_added_variance: float | None = field(
-        default=None, metadata=_doc("Limit on added gradient variance over the gradient's own (sampled only).")
+        default=None,
+        metadata=_doc("Limit on added gradient variance over the gradient's own (sampled only)."),
     )
     memory_budget: str | int | None = field(
         default=None, metadata=_doc("Bytes per rank for the whole model's MoE part.")
     )
-    layer_budget: str | int | None = field(default=None, metadata=_doc("Bytes per rank for one MoE layer call."))
+    layer_budget: str | int | None = field(
+        default=None, metadata=_doc("Bytes per rank for one MoE layer call.")
+    )
     min_keep: int = field(
         default=1, metadata=_doc("Least kept pairs of an expert that has any (sampled needs at least 1).")
     )
     peak_target: float = field(
         default=1.0, metadata=_doc("What `drop='overload'` aims at, in mean loads of the complete call.")
     )
-    storage: str = field(default="owned", metadata=_doc("Who holds an expert's weights: its home rank (`owned`)."))
+    storage: str = field(
+        default="owned", metadata=_doc("Who holds an expert's weights: its home rank (`owned`).")
+    )
     check_every: int = field(
-        default=0, metadata=_doc("Every N steps log one layer's exact gradient beside the pruned one; 0 is never.")
+        default=0,
+        metadata=_doc("Every N steps log one layer's exact gradient beside the pruned one; 0 is never."),
     )
     activations: str = field(
         default="auto",
@@ -126,14 +154,21 @@ class LRMoEConfig:
     )
     lean_wire: bool | str = field(
         default="auto",
-        metadata=_doc("One row per (token, rank) on the wire instead of one per pair; this version sends one per pair."),
+        metadata=_doc(
+            "One row per (token, rank) on the wire instead of one per pair; this version sends one per pair."
+        ),
     )
     warmup_steps: int = field(default=20, metadata=_doc("Exact optimizer steps at the start."))
-    cooldown_steps: int = field(default=0, metadata=_doc("Exact optimizer steps at the end (needs `total_steps`)."))
-    total_steps: int | None = field(default=None, metadata=_doc("Optimizer steps of the whole run, for `cooldown_steps`."))
+    cooldown_steps: int = field(
+        default=0, metadata=_doc("Exact optimizer steps at the end (needs `total_steps`).")
+    )
+    total_steps: int | None = field(
+        default=None, metadata=_doc("Optimizer steps of the whole run, for `cooldown_steps`.")
+    )
     seed: int = field(default=0, metadata=_doc("Seed of all random choices of the layer."))
     observe: bool = field(
-        default=False, metadata=_doc("Exact run that reports what pruning would have saved (`handle.summary()`).")
+        default=False,
+        metadata=_doc("Exact run that reports what pruning would have saved (`handle.summary()`)."),
     )
 
     def __post_init__(self) -> None:
@@ -177,7 +212,9 @@ class LRMoEConfig:
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"{name}: no such field of LRMoEConfig{hint} Valid fields: {', '.join(names)}")
+                raise ConfigError(
+                    f"{name}: no such field of LRMoEConfig{hint} Valid fields: {', '.join(names)}"
+                )
         return cls(**values)
 
     def _check_types(self) -> None:
@@ -204,9 +241,13 @@ class LRMoEConfig:
 
     def _check_combinations(self) -> None:
         if self.estimator == "sampled" and self.min_keep < 1:
-            raise ConfigError(f"min_keep={self.min_keep}: estimator='sampled' needs min_keep >= 1 to stay unbiased")
+            raise ConfigError(
+                f"min_keep={self.min_keep}: estimator='sampled' needs min_keep >= 1 to stay unbiased"
+            )
         if self.max_added_variance is not None and self.estimator == "topk":
-            raise ConfigError("max_added_variance: only with estimator='sampled' (topk is biased); valid: None")
+            raise ConfigError(
+                "max_added_variance: only with estimator='sampled' (topk is biased); valid: None"
+            )
         if self.select_in == "forward" and self.score not in FORWARD_SCORES:
             raise ConfigError(
                 f"select_in='forward' with score={self.score!r}: only {', '.join(FORWARD_SCORES)} are known in forward"
@@ -219,9 +260,13 @@ class LRMoEConfig:
         if self.cooldown_steps == 0:
             return
         if self.total_steps is None:
-            raise ConfigError(f"cooldown_steps={self.cooldown_steps}: needs total_steps, the length of the run")
+            raise ConfigError(
+                f"cooldown_steps={self.cooldown_steps}: needs total_steps, the length of the run"
+            )
         if self.cooldown_steps > self.total_steps:
-            raise ConfigError(f"cooldown_steps={self.cooldown_steps}: must be at most total_steps={self.total_steps}")
+            raise ConfigError(
+                f"cooldown_steps={self.cooldown_steps}: must be at most total_steps={self.total_steps}"
+            )
 
     def _check_available(self) -> None:
         for name, values in _NOT_AVAILABLE.items():
@@ -233,7 +278,9 @@ class LRMoEConfig:
                 )
         for name in _UNSET_ONLY:
             if getattr(self, name) is not None:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: not available in this version; valid: None")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}: not available in this version; valid: None"
+                )
         if self.check_every:
             raise ConfigError(f"check_every={self.check_every}: not available in this version; valid: 0")
 

@@ -47,7 +47,9 @@ class Comm:
         if self.size == 1:
             return rows
         out = rows.new_empty((sum(receive_R), *rows.shape[1:]))
-        dist.all_to_all_single(_as_bytes(out), _as_bytes(rows), list(receive_R), list(send_R), group=self.group)
+        dist.all_to_all_single(
+            _as_bytes(out), _as_bytes(rows), list(receive_R), list(send_R), group=self.group
+        )
         return out
 
     def sent_bytes(self, rows: Tensor, send_R: Sequence[int]) -> int:

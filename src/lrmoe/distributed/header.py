@@ -51,7 +51,16 @@ class Header:
     def to_ints(self) -> IntArray:
         """int64 (WIDTH,), in field order."""
         return np.array(
-            [self.fault, self.tokens, self.step, self.micro_batch, self.hidden, self.dtype, self.training, self.gradients],
+            [
+                self.fault,
+                self.tokens,
+                self.step,
+                self.micro_batch,
+                self.hidden,
+                self.dtype,
+                self.training,
+                self.gradients,
+            ],
             dtype=np.int64,
         )
 
@@ -70,7 +79,9 @@ class HeaderTable:
         faults = self._columns["fault"]
         if faults.any():
             parts = [f"rank {r} {_FAULT_TEXT[Fault(int(f))]}" for r, f in enumerate(faults) if f]
-            raise RankError(f"MoE layer {layer}: {'; '.join(parts)} (this is rank {rank}; see that rank's own error)")
+            raise RankError(
+                f"MoE layer {layer}: {'; '.join(parts)} (this is rank {rank}; see that rank's own error)"
+            )
         for name in Header.AGREE:
             values = self._columns[name]
             if (values != values[0]).any():

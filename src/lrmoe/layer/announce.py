@@ -127,7 +127,11 @@ class Announcer:
 
 
 def make_problem(
-    config: LRMoEConfig, counts_RE: IntArray, topology: Topology, max_drop: float, score_mean_E: FloatArray | None
+    config: LRMoEConfig,
+    counts_RE: IntArray,
+    topology: Topology,
+    max_drop: float,
+    score_mean_E: FloatArray | None,
 ) -> Problem:
     """The planning problem of a call. Score history serves `sampled` only: its optimum is one sampling constant."""
     return Problem(

@@ -44,7 +44,13 @@ class Wanted:
 
 
 def walk_backward(
-    call: Call, walked: Walked, g_TH: Tensor, alpha_TK: Tensor, order_N: Tensor, weights: Weights, wanted: Wanted
+    call: Call,
+    walked: Walked,
+    g_TH: Tensor,
+    alpha_TK: Tensor,
+    order_N: Tensor,
+    weights: Weights,
+    wanted: Wanted,
 ) -> Gradients:
     """Backward of one call from the gradient at its output.
 
@@ -76,7 +82,9 @@ def walk_backward(
     call.open_call.record.rows_backward_local = kept.layout.received
     with clock.phase("return"):
         x_TH = _return_input(call, dx_Q, kept, alpha_TK)
-        alpha = _return_alpha(call, walked, g_TH, grads.dot_M, kept, alpha_TK, order_N) if wanted.alpha else None
+        alpha = (
+            _return_alpha(call, walked, g_TH, grads.dot_M, kept, alpha_TK, order_N) if wanted.alpha else None
+        )
     return Gradients(x_TH=x_TH, alpha_TK=alpha, gate_up=grads.gate_up, down=grads.down)
 
 

@@ -39,7 +39,9 @@ class Call:
     @property
     def scored(self) -> bool:
         """Whether backward will need scores."""
-        return self.differentiable and (not self.plan.exact or (self.config.observe and self.moment is not None))
+        return self.differentiable and (
+            not self.plan.exact or (self.config.observe and self.moment is not None)
+        )
 
     @property
     def keeps_outputs(self) -> bool:
@@ -54,7 +56,9 @@ class Call:
     def weights(self, gate_up: Tensor, down: Tensor) -> Weights:
         """The local experts' weights in the compute dtype."""
         return Weights(
-            gate_up=gate_up.to(self.compute_dtype), down=down.to(self.compute_dtype), activation=self.activation
+            gate_up=gate_up.to(self.compute_dtype),
+            down=down.to(self.compute_dtype),
+            activation=self.activation,
         )
 
     def scale_dtype(self) -> torch.dtype:
@@ -110,7 +114,9 @@ def _dispatch(call: Call, x_TH: Tensor, routing: Routing, layout: Layout) -> Row
         return Rows(source=x_TH, index_M=routing.token_N)
     clock = call.open_call.clock
     with clock.phase("pack"):
-        send = gather_rows(x_TH, routing.token_N, out=scratch.take("send", (len(routing.token_N), x_TH.shape[1]), x_TH))
+        send = gather_rows(
+            x_TH, routing.token_N, out=scratch.take("send", (len(routing.token_N), x_TH.shape[1]), x_TH)
+        )
     with clock.phase("dispatch"):
         received = call.comm.all_to_all(send, layout.send_R, layout.receive_R)
     call.open_call.sent("dispatch", call.comm.sent_bytes(send, layout.send_R))

@@ -36,7 +36,7 @@ class StepClock:
         for layer in self._layers:
             layer.release()
 
-    def watch(self, layer: Any) -> None:  # noqa: ANN401 - anything with release()
+    def watch(self, layer: Any) -> None:
         """Release this layer's replay records at every step."""
         self._layers.append(layer)
 
@@ -91,7 +91,9 @@ class Controller:
             self.clock.warn_idle()
             step, micro_batch = self._calls - 1, 0
         reason = self._exact_because(step)
-        return Moment(step=step, micro_batch=micro_batch, prune=reason is None, reason=reason or self.config.drop)
+        return Moment(
+            step=step, micro_batch=micro_batch, prune=reason is None, reason=reason or self.config.drop
+        )
 
     def _exact_because(self, step: int) -> str | None:
         config = self.config
@@ -105,9 +107,7 @@ class Controller:
 
     def key(self, moment: Moment) -> Key:
         """The random key of a call."""
-        return Key(
-            seed=self.config.seed, layer=self.layer, step=moment.step, micro_batch=moment.micro_batch
-        )
+        return Key(seed=self.config.seed, layer=self.layer, step=moment.step, micro_batch=moment.micro_batch)
 
     def learn(self, score_sum_L: Tensor, count_L: Tensor) -> None:
         """Update the running mean score of the experts homed here.

@@ -75,7 +75,14 @@ def blocks(counts: Sequence[int], device: torch.device) -> Iterator[tuple[slice,
 
 
 def experts_forward(
-    weights: Weights, x: Rows, counts: Sequence[int], *, out: Tensor, out_index: Tensor | None, stash: bool, norms: bool
+    weights: Weights,
+    x: Rows,
+    counts: Sequence[int],
+    *,
+    out: Tensor,
+    out_index: Tensor | None,
+    stash: bool,
+    norms: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run every row through its expert.
 

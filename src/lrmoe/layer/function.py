@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from lrmoe.layer.backward import Wanted, walk_backward
 from lrmoe.layer.call import Call, Walked, walk_forward
@@ -23,7 +23,7 @@ class MoEFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: Call, order_N: Tensor, x_TH: Tensor, alpha_TK: Tensor, gate_up: Tensor, down: Tensor
-    ) -> Tensor:  # noqa: ANN401 - autograd's context
+    ) -> Tensor:
         with torch.autocast(x_TH.device.type, enabled=False):
             walked = run_forward(call, order_N, x_TH, alpha_TK, gate_up, down)
         ctx.call = call
@@ -35,7 +35,7 @@ class MoEFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - autograd's context
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         order_N, alpha_TK, gate_up, down, x, h, norm, y = ctx.saved_tensors
         _, _, *needed = ctx.needs_input_grad
@@ -54,7 +54,9 @@ class MoEFunction(torch.autograd.Function):
         if call.moment is not None:
             call.telemetry.add(call.open_call)
         found = (grads.x_TH, grads.alpha_TK, grads.gate_up, grads.down)
-        cast = [None if grad is None else grad.to(dtype) for grad, dtype in zip(found, ctx.dtypes, strict=True)]
+        cast = [
+            None if grad is None else grad.to(dtype) for grad, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
         return (None, None, *cast)
 
 

@@ -44,7 +44,9 @@ def check_inputs(
     _check_float("hidden_states", hidden_states)
     _check_float("top_k_weights", alpha)
     if hidden_states.ndim < 2 or hidden_states.shape[-1] != shape.hidden:
-        raise InputError(f"hidden_states has shape {tuple(hidden_states.shape)}: must be (tokens, {shape.hidden})")
+        raise InputError(
+            f"hidden_states has shape {tuple(hidden_states.shape)}: must be (tokens, {shape.hidden})"
+        )
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InputError(f"top_k_index has dtype {ids.dtype}: must be an integer dtype (int64)")
     x_TH = hidden_states.reshape(-1, shape.hidden)
@@ -65,7 +67,9 @@ def _check_float(name: str, value: Tensor) -> None:
 
 def _check_pairs(x_TH: Tensor, ids: Tensor, alpha: Tensor) -> None:
     if ids.shape != alpha.shape:
-        raise InputError(f"top_k_index has shape {tuple(ids.shape)} and top_k_weights {tuple(alpha.shape)}: must agree")
+        raise InputError(
+            f"top_k_index has shape {tuple(ids.shape)} and top_k_weights {tuple(alpha.shape)}: must agree"
+        )
     if ids.ndim < 2 or ids.shape[-1] < 1 or ids.shape[:-1].numel() != x_TH.shape[0]:
         raise InputError(
             f"top_k_index has shape {tuple(ids.shape)}: must be (tokens, top_k) with {x_TH.shape[0]} tokens, top_k >= 1"

@@ -58,7 +58,9 @@ class MoELayer:
         telemetry: Telemetry | None = None,
     ) -> None:
         if activation not in ACTIVATIONS:
-            raise ConfigError(f"activation={activation!r}: must be one of {', '.join(map(repr, ACTIVATIONS))}")
+            raise ConfigError(
+                f"activation={activation!r}: must be one of {', '.join(map(repr, ACTIVATIONS))}"
+            )
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
             if not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: must be an integer of at least 1")
@@ -66,7 +68,9 @@ class MoELayer:
         self.comm = Comm(group)
         self.topology = Topology(ranks=self.comm.size, experts=num_experts)
         local = self.topology.experts_per_rank
-        self.shape = LayerShape(experts=num_experts, local_experts=local, hidden=hidden_size, width=intermediate_size)
+        self.shape = LayerShape(
+            experts=num_experts, local_experts=local, hidden=hidden_size, width=intermediate_size
+        )
         self.activation = activation
         self.layer = layer
         self.clock = StepClock() if clock is None else clock
@@ -74,7 +78,11 @@ class MoELayer:
         self.controller = Controller(config=config, clock=self.clock, layer=layer, experts=local)
         self._replay = ReplayStore()
         self._announcer = Announcer(
-            config=config, comm=self.comm, topology=self.topology, controller=self.controller, hidden=hidden_size
+            config=config,
+            comm=self.comm,
+            topology=self.topology,
+            controller=self.controller,
+            hidden=hidden_size,
         )
         self._last: OpenCall | None = None
         self.clock.watch(self)
@@ -129,7 +137,9 @@ class MoELayer:
             order, _ = sort_pairs(ids_TK, self.shape.experts)
         else:
             moment = self.controller.next_moment() if training else None
-            planned, order = self._announcer.plan(inputs, moment, gradient_bits(inputs, gate_up_proj, down_proj))
+            planned, order = self._announcer.plan(
+                inputs, moment, gradient_bits(inputs, gate_up_proj, down_proj)
+            )
             if training and may_recompute():
                 self._replay.put(token, FirstForward(ids_TK=self._stored(inputs.ids_TK), planned=planned))
         out = self._run(inputs, planned, order, gate_up_proj, down_proj)

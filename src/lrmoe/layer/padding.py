@@ -48,7 +48,11 @@ def current_mask(tokens: int) -> Tensor | None:
 def check_mask(mask: Tensor, tokens: int) -> Tensor:
     """The mask as bool (T,); InputError where it does not cover `tokens` tokens."""
     if mask.is_floating_point() or mask.is_complex():
-        raise InputError(f"padding mask has dtype {mask.dtype}: must be bool or integer, nonzero where a token is real")
+        raise InputError(
+            f"padding mask has dtype {mask.dtype}: must be bool or integer, nonzero where a token is real"
+        )
     if mask.numel() != tokens:
-        raise InputError(f"padding mask of shape {tuple(mask.shape)} covers {mask.numel()} tokens: must cover the layer's {tokens}")
+        raise InputError(
+            f"padding mask of shape {tuple(mask.shape)} covers {mask.numel()} tokens: must cover the layer's {tokens}"
+        )
     return mask.reshape(-1) != 0

@@ -18,7 +18,15 @@ from lrmoe.layer.call import Call, send_back
 from lrmoe.layer.randomness import UNIT_BITS
 from lrmoe.layer.routing import Layout
 from lrmoe.layer.scores import pair_scores
-from lrmoe.layer.selection import Candidates, Choice, added_variance, choose, choose_within_share, inclusion, measure
+from lrmoe.layer.selection import (
+    Candidates,
+    Choice,
+    added_variance,
+    choose,
+    choose_within_share,
+    inclusion,
+    measure,
+)
 from lrmoe.planning import get_policy, split_quota
 from lrmoe.telemetry.record import OBSERVED
 
@@ -80,9 +88,15 @@ def _select_global(call: Call, score_N: Tensor, order_N: Tensor, layout: Layout)
     weight_N = send_back(call, weight_recv, layout, "select")
     if comm.size == 1:
         kept_P = _nonzero(weight_N, call.plan.kept)
-        kept_layout = replace(layout, segments_L=rows.quota_L.tolist(), receive_R=[len(kept_P)], send_R=[len(kept_P)])
+        kept_layout = replace(
+            layout, segments_L=rows.quota_L.tolist(), receive_R=[len(kept_P)], send_R=[len(kept_P)]
+        )
         return Kept(
-            pair_P=order_N[kept_P], source_P=kept_P, weight_P=weight_N[kept_P], home_Q=kept_P, layout=kept_layout
+            pair_P=order_N[kept_P],
+            source_P=kept_P,
+            weight_P=weight_N[kept_P],
+            home_Q=kept_P,
+            layout=kept_layout,
         )
     kept_layout = _kept_layout(call, weight_N, weight_recv, layout)
     return _kept(order_N, weight_N, choice.weight_M, kept_layout)
@@ -129,7 +143,10 @@ def _kept_layout(call: Call, weight_N: Tensor, weight_recv: Tensor, layout: Layo
     local = call.plan.topology.experts_per_rank
     mine_RL = counts_RE[:, comm.rank * local : (comm.rank + 1) * local]
     sums = torch.cat(
-        [_segment_counts(weight_N, np.asarray(layout.send_R)), _segment_counts(weight_recv, mine_RL.reshape(-1))]
+        [
+            _segment_counts(weight_N, np.asarray(layout.send_R)),
+            _segment_counts(weight_recv, mine_RL.reshape(-1)),
+        ]
     )
     found = sums.cpu().numpy()
     return Layout.from_parts(found[: comm.size], found[comm.size :].reshape(mine_RL.shape), weight_N.device)
@@ -189,7 +206,10 @@ def _learn(call: Call, rows: Candidates) -> None:
 def _book(call: Call, rows: Candidates, choice: Choice) -> None:
     loss, pending = measure(rows, choice), call.open_call.pending
     pending.update(
-        energy=loss.energy, energy_dropped=loss.dropped, variance_added=loss.variance, nonfinite_scores=loss.nonfinite
+        energy=loss.energy,
+        energy_dropped=loss.dropped,
+        variance_added=loss.variance,
+        nonfinite_scores=loss.nonfinite,
     )
 
 
@@ -206,4 +226,6 @@ def _observe(call: Call, rows: Candidates, experts: NDArray[np.int64]) -> None:
         pending[f"{OBSERVED}variance_added_{drop}"] = added_variance(energy_M, chance_M)
         load, mean = plan.backward_load_R, max(plan.pairs / plan.topology.ranks, 1)
         call.open_call.record.observed[f"backward_peak_{drop}"] = float(load.max()) / mean
-        call.open_call.record.observed[f"rows_saved_{drop}"] = float(plan.forward_load_R[call.comm.rank] - load[call.comm.rank])
+        call.open_call.record.observed[f"rows_saved_{drop}"] = float(
+            plan.forward_load_R[call.comm.rank] - load[call.comm.rank]
+        )

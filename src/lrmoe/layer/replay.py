@@ -73,4 +73,6 @@ def inside_backward() -> bool:
 
 def may_recompute() -> bool:
     """Whether this forward may be run again by checkpointing: gradients off, or hooks on saved tensors."""
-    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return (
+        not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )

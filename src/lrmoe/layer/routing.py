@@ -53,7 +53,9 @@ class Routing:
     def build(cls, order: Tensor, pairs: int, shape_TK: tuple[int, int]) -> Routing:
         """From the sorted order of `sort_pairs`, of which the first `pairs` exist."""
         order_N = order[:pairs]
-        return cls(order_N=order_N, token_N=order_N // max(shape_TK[1], 1), slots=shape_TK[1], tokens=shape_TK[0])
+        return cls(
+            order_N=order_N, token_N=order_N // max(shape_TK[1], 1), slots=shape_TK[1], tokens=shape_TK[0]
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +80,9 @@ def token_entries(pair_N: Tensor, tokens: int, slots: int) -> TokenEntries:
         every = torch.arange(pairs, device=device)
         row = torch.empty_like(every)
         row[pair_N] = every
-        return TokenEntries(row_N=row, pair_N=every, ends_T=torch.arange(1, tokens + 1, device=device) * slots)
+        return TokenEntries(
+            row_N=row, pair_N=every, ends_T=torch.arange(1, tokens + 1, device=device) * slots
+        )
     sorted_pairs, row = torch.sort(pair_N)
     ends = torch.searchsorted(sorted_pairs, torch.arange(1, tokens + 1, device=device) * slots)
     return TokenEntries(row_N=row, pair_N=sorted_pairs, ends_T=ends)
@@ -126,7 +130,9 @@ class Layout:
 
     def to_received(self, value_M: Tensor) -> Tensor:
         """Values in (expert, source) order, put into received order."""
-        return value_M if self.row_M is None else torch.empty_like(value_M).index_copy_(0, self.row_M, value_M)
+        return (
+            value_M if self.row_M is None else torch.empty_like(value_M).index_copy_(0, self.row_M, value_M)
+        )
 
     def to_experts(self, value_M: Tensor) -> Tensor:
         """Values in received order, put into (expert, source) order."""

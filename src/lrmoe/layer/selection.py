@@ -100,7 +100,9 @@ def systematic(rows: Candidates, chance_M: Tensor) -> Tensor:
     """
     expert = rows.expert_M
     total = chance_M.cumsum(0)
-    before_L = (total - chance_M)[rows.start_L.clamp(max=max(total.shape[0] - 1, 0))] if total.shape[0] else total
+    before_L = (
+        (total - chance_M)[rows.start_L.clamp(max=max(total.shape[0] - 1, 0))] if total.shape[0] else total
+    )
     shift = rows.offset_L[expert] - before_L[expert]
     end = total + shift
     return (end >> UNIT_BITS) > ((end - chance_M) >> UNIT_BITS)
@@ -139,7 +141,9 @@ def _integer_scores(rows: Candidates, expert: Tensor) -> Tensor:
     return torch.where(finite, size, 2 ** (_SCORE_BITS + 10))
 
 
-def _fixed_point(rows: Candidates, expert: Tensor, certain: Tensor, chance: Tensor, free_quota: Tensor) -> Tensor:
+def _fixed_point(
+    rows: Candidates, expert: Tensor, certain: Tensor, chance: Tensor, free_quota: Tensor
+) -> Tensor:
     """Round the free chances so that they sum to the free quota exactly: down first, then single units in order."""
     units = torch.where(certain, 0, (chance * (UNIT - 2)).long())
     missing = free_quota * UNIT - _sum_by_expert(units, rows)
@@ -167,7 +171,9 @@ def choose(estimator: str, score: str, rows: Candidates) -> Choice:
     return keep_sampled(rows)
 
 
-def choose_within_share(estimator: str, score: str, rows: Candidates, chance_up_L: Tensor, share_up_L: Tensor) -> Choice:
+def choose_within_share(
+    estimator: str, score: str, rows: Candidates, chance_up_L: Tensor, share_up_L: Tensor
+) -> Choice:
     """The kept rows where `rows.quota_L` is one rank's randomly rounded share of the quota (`selection="local"`).
 
     The rounding is part of a row's inclusion probability: pi = (1 - f) pi(share rounded down) + f pi(rounded up).

@@ -17,7 +17,9 @@ from torch import Tensor
 _ALIGNMENT = 16  # bytes, asked of base pointers and strides by the CUDA kernel
 
 
-def grouped_mm(rows_NA: Tensor, weight_SBA: Tensor, counts: Sequence[int], *, out: Tensor | None = None) -> Tensor:
+def grouped_mm(
+    rows_NA: Tensor, weight_SBA: Tensor, counts: Sequence[int], *, out: Tensor | None = None
+) -> Tensor:
     """Forward: `out[segment s] = rows[segment s] @ weight[s].T`.
 
     Args:
@@ -32,7 +34,9 @@ def grouped_mm(rows_NA: Tensor, weight_SBA: Tensor, counts: Sequence[int], *, ou
     return _product(rows_NA, weight_SBA.transpose(1, 2), counts, out)
 
 
-def grouped_mm_input(grad_NB: Tensor, weight_SBA: Tensor, counts: Sequence[int], *, out: Tensor | None = None) -> Tensor:
+def grouped_mm_input(
+    grad_NB: Tensor, weight_SBA: Tensor, counts: Sequence[int], *, out: Tensor | None = None
+) -> Tensor:
     """Input gradient: `out[segment s] = grad[segment s] @ weight[s]`, (N, B) -> (N, A)."""
     return _product(grad_NB, weight_SBA, counts, out)
 
@@ -71,14 +75,20 @@ def _segments(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 def _fast(*operands: Tensor) -> bool:
     return all(
-        t.is_cuda and t.dtype == torch.bfloat16 and t.numel() > 0 and t.data_ptr() % _ALIGNMENT == 0 and _strides_fit(t)
+        t.is_cuda
+        and t.dtype == torch.bfloat16
+        and t.numel() > 0
+        and t.data_ptr() % _ALIGNMENT == 0
+        and _strides_fit(t)
         for t in operands
     )
 
 
 def _strides_fit(t: Tensor) -> bool:
     inner = [stride for stride in t.stride() if stride != 1]
-    return 1 in t.stride() and all(stride > 0 and stride * t.element_size() % _ALIGNMENT == 0 for stride in inner)
+    return 1 in t.stride() and all(
+        stride > 0 and stride * t.element_size() % _ALIGNMENT == 0 for stride in inner
+    )
 
 
 def _cuda_grouped(left: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:

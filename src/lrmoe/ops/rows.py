@@ -64,7 +64,9 @@ def _combine_mixed(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: T
 
 def row_norms(rows: Tensor) -> Tensor:
     """Euclidean norm of each row, fp32 (N,), computed in fp32 so that half-precision squares cannot overflow."""
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32 if rows.dtype != torch.float64 else None).float()
+    return torch.linalg.vector_norm(
+        rows, dim=1, dtype=torch.float32 if rows.dtype != torch.float64 else None
+    ).float()
 
 
 def abs_sums(rows: Tensor) -> Tensor:

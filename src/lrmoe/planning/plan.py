@@ -132,7 +132,9 @@ class LayerPlan:
         bad = np.flatnonzero((quota < low) | (quota > high))
         if bad.size:
             e = int(bad[0])
-            raise PlanError(f"quota of expert {e} is {int(quota[e])}: must lie in [{int(low[e])}, {int(high[e])}]")
+            raise PlanError(
+                f"quota of expert {e} is {int(quota[e])}: must lie in [{int(low[e])}, {int(high[e])}]"
+            )
         dropped = problem.pairs - int(quota.sum())
         if dropped > problem.drop_cap:
             raise PlanError(f"{dropped} pairs left out: the cap is {problem.drop_cap} of {problem.pairs}")

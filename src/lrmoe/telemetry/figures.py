@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-def figure(name: str, value: float, unit: str, better: str, **context: Any) -> dict[str, Any]:  # noqa: ANN401
+def figure(name: str, value: float, unit: str, better: str, **context: Any) -> dict[str, Any]:
     """One figure: `name` is area.case.quantity, `better` "lower" or "higher".
 
     Raises:
@@ -19,7 +19,13 @@ def figure(name: str, value: float, unit: str, better: str, **context: Any) -> d
     """
     if better not in ("lower", "higher"):
         raise ValueError(f"better={better!r}: must be 'lower' or 'higher'")
-    return {"name": name, "value": value, "unit": unit, "better": better, "context": {**environment(), **context}}
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "better": better,
+        "context": {**environment(), **context},
+    }
 
 
 def environment() -> dict[str, Any]:
