@@ -195,6 +195,12 @@ def time_layer(report: Report, shape: Shape, dtype: torch.dtype, device: torch.d
         report.add(f"layer.{NAMES[dtype]}.{name}.ms", value, "ms")
     for name in layers.keys() - {"drop0"}:
         report.add(f"layer.{NAMES[dtype]}.{name}.over_drop0", medians[name] / medians["drop0"], "ratio")
+    for name, layer in layers.items():
+        record = layer.last_record
+        assert record is not None
+        report.add(
+            f"layer.{NAMES[dtype]}.{name}.kept_share", record.rows_backward_local / record.pairs, "ratio"
+        )
     if device.type == "cuda":
         for name in layers:
             report.add(f"layer.{NAMES[dtype]}.{name}.peak_bytes", _peak_bytes(calls[name], device), "bytes")
