@@ -24,7 +24,7 @@ from lrmoe.errors import ConfigError
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.data import Corpus
 from lrmoe.training.metrics import StepMetrics
-from lrmoe.training.model import build_model
+from lrmoe.training.model import build_model, read_config
 from lrmoe.training.optim import Optimizer, Parameters, Reduced
 from lrmoe.training.process import pick_device
 from lrmoe.training.records import gather_records
@@ -61,8 +61,7 @@ class Trainer:
         self.rank, self.world_size = rank_of(group), size_of(group)
         self.device = device if device is not None else pick_device(config.train.device)
         self.corpus = corpus if corpus is not None else agreed(group, lambda: Corpus.load(config.data))
-        self.model: Any = model if model is not None else agreed(group, self._build)
-        agreed(group, self._check_vocabulary)
+        self.model: Any = agreed(group, self._build) if model is None else model
         self.handle = self._enable()
         self.parameters = Parameters(self.model, _DTYPES[config.train.dtype], group)
         self.optimizer = Optimizer(self.parameters, config.optim, config.train.steps)
@@ -71,17 +70,15 @@ class Trainer:
         self.parameters.zero_grad()
 
     def _build(self) -> nn.Module:
-        return build_model(
-            self.config.model, seed=self.config.train.seed, device=self.device, group=self.group
-        )
-
-    def _check_vocabulary(self) -> None:
-        size = self.model.config.vocab_size
+        size = read_config(self.config.model).vocab_size
         if size < self.corpus.vocab_size:
             raise ConfigError(
                 f"data: the corpus has token ids below {self.corpus.vocab_size}, the model's vocab_size is {size}; "
                 "set model.overrides.vocab_size or data.tokenizer"
             )
+        return build_model(
+            self.config.model, seed=self.config.train.seed, device=self.device, group=self.group
+        )
 
     def _enable(self) -> Any:
         from lrmoe.integrations import transformers as lrmoe_hf

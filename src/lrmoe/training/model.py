@@ -56,9 +56,8 @@ def read_config(config: ModelConfig) -> Any:
         preset = get_preset(config.preset)
         fields = {**preset.fields, **config.overrides}
         found = hf.AutoConfig.for_model(preset.model_type)
-        known = set(
-            preset.fields
-        )  # some are read by the model and not declared by its configuration, as head_dim
+        # Some fields are read by the model and not declared by its configuration, as head_dim.
+        known = set(preset.fields)
     else:
         fields = dict(config.overrides)
         found = _read_config_file(hf, config)
@@ -72,7 +71,7 @@ def read_config(config: ModelConfig) -> Any:
         for name in ("transformers_version", "_name_or_path"):
             values.pop(name, None)
         return type(found).from_dict(values)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # the validators of huggingface_hub raise classes of their own
         raise ConfigError(f"model.overrides: {type(found).__name__} refuses them: {error}") from error
 
 

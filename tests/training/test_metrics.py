@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from lrmoe.telemetry import PHASES, CallRecord
+from lrmoe.training.metrics import MetricsWriter, Progress, StepMetrics, layer_figures
+
+
+def record(layer: int = 0, *, kept: int = 70, **changes: object) -> CallRecord:
+    fields: dict[str, object] = {
+        "step": 0,
+        "micro_batch": 0,
+        "layer": layer,
+        "world_size": 2,
+        "tokens": 25,
+        "pairs": 100,
+        "kept": kept,
+        "drop_reason": "always",
+        "counts_E": [60, 40],
+        "quota_E": [kept - 30, 30],
+        "forward_load_R": [60, 40],
+        "backward_load_R": [kept - 30, 30],
+        "energy": 10.0,
+        "energy_dropped": 1.0,
+        "ms": {"experts": 2.0},
+        "wall_ms": {"experts": 3.0},
+        "bytes": {"dispatch": 100},
+        "mem": {"stash": 1000},
+    }
+    return CallRecord(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def metrics(step: int = 1, *, skipped: bool = False) -> StepMetrics:
+    ours = [record(0), record(1, kept=90)]
+    theirs = [record(0, ms={"experts": 5.0}, energy_dropped=2.0), record(1, kept=90)]
+    return StepMetrics(
+        step=step,
+        loss=2.5,
+        lr=1e-3,
+        grad_norm=1.0,
+        skipped=skipped,
+        tokens=2000,
+        step_ms=500.0,
+        records=ours,
+        records_by_rank=[ours, theirs],
+    )
+
+
+def test_figures_are_the_mean_and_the_worst_layer() -> None:
+    flat = layer_figures(metrics().records_by_rank)
+    assert flat["lrmoe/kept_share"] == pytest.approx(0.8)
+    assert flat["lrmoe/kept_share_worst"] == pytest.approx(0.7)
+    assert flat["lrmoe/backward_peak_worst"] == pytest.approx(1.2)
+    assert flat["lrmoe/dropped_energy"] == pytest.approx((3 / 20 + 2 / 20) / 2)
+    assert flat["lrmoe/dropped_energy_worst"] == pytest.approx(0.15)
+    assert flat["lrmoe/ms_experts_worst"] == 5.0
+    assert flat["lrmoe/bytes_dispatch"] == 200
+    assert flat["lrmoe/mem_stash_measured"] == 1000
+    assert flat["lrmoe/drop_reason"] == "always"
+    assert {f"lrmoe/bytes_{phase}" for phase in PHASES} < flat.keys()
+
+
+def test_sums_of_a_step() -> None:
+    step = metrics()
+    assert step.kept_share == pytest.approx(0.8)
+    assert step.wire_bytes == 400
+    assert step.moe_ms_wall == 6.0
+    assert step.as_dict()["tokens_per_s"] == pytest.approx(4000)
+
+
+def test_lines_are_json_and_resuming_cuts_what_came_after(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, metrics(step).as_dict())
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # a line cut off by a kill
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        writer.write(3, {"step": 3, "loss": 9.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["loss"] == 9.0
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+    }
+
+
+def test_without_a_terminal_there_are_log_lines(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO), Progress(20, every=10) as progress:
+        for step in range(1, 21):
+            progress.update(metrics(step, skipped=step == 20))
+    assert [m.split("  ")[0] for m in caplog.messages] == ["step 1/20", "step 10/20", "step 20/20"]
+    assert "loss 2.5000  kept 0.80  peak 1.20  moe 6 ms  4000 tok/s" in caplog.messages[0]
+    assert caplog.messages[-1].endswith("skipped: gradient not finite")
+    assert capsys.readouterr().err == ""

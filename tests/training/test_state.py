@@ -1,0 +1,135 @@
+"""Saving and going on: bitwise at the same number of ranks, in float64 to rounding at another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lrmoe.errors import CheckpointError
+from lrmoe.training.config import TrainConfig
+from lrmoe.training.loop import Trainer
+from lrmoe.training.state import reshard
+from tests.distributed.pool import Pool
+from tests.training.tiny import float64_model, local_state, tiny_config, whole_state
+
+
+def interrupted(config: TrainConfig, group: Any) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
+    """States after 4 steps without and with a stop after 2, and the losses after the stop in both."""
+    through = Trainer(config, group)
+    losses = [through.step().loss for _ in range(4)]
+    before = Trainer(config, group)
+    for _ in range(2):
+        before.step()
+    before.save()
+    after = Trainer(config, group)
+    assert after.resume() == 2
+    again = [after.step().loss for _ in range(2)]
+    assert through.handle.state_dict() == after.handle.state_dict()
+    assert through.optimizer.updates == after.optimizer.updates
+    return local_state(through), local_state(after), [*losses[2:], *again]
+
+
+def moments(trainer: Trainer) -> list[torch.Tensor]:
+    return [tensor.clone() for _, _, tensor in trainer.optimizer.moments()]
+
+
+def interrupted_ranks(config: TrainConfig) -> bool:
+    through, after, losses = interrupted(config, dist.group.WORLD)
+    return same_bits(through, after) and losses[:2] == losses[2:]
+
+
+def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name][0], b[name][0]) for name in a)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resuming_alone_is_bitwise(tmp_path: Path, dtype: str) -> None:
+    through, after, losses = interrupted(tiny_config(tmp_path, train={"dtype": dtype}), None)
+    assert same_bits(through, after)
+    assert losses[:2] == losses[2:]
+
+
+@pytest.mark.distributed
+def test_resuming_on_two_ranks_is_bitwise(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(interrupted_ranks, tiny_config(tmp_path)) == [True, True]
+
+
+def train_and_save(config: TrainConfig) -> dict[str, Any]:
+    trainer = Trainer(config, dist.group.WORLD, model=float64_model(config, dist.group.WORLD))
+    for _ in range(2):
+        trainer.step()
+    trainer.save()
+    trainer.step()
+    return local_state(trainer)
+
+
+def resume_and_train(config: TrainConfig, group: Any) -> dict[str, Any]:
+    trainer = Trainer(config, group, model=float64_model(config, group))
+    assert trainer.resume() == 2
+    trainer.step()
+    return local_state(trainer)
+
+
+def resume_ranks(config: TrainConfig) -> dict[str, Any]:
+    return resume_and_train(config, dist.group.WORLD)
+
+
+@pytest.mark.distributed
+def test_two_ranks_then_one_then_two(pool2: Pool, tmp_path: Path) -> None:
+    two = tiny_config(tmp_path, lrmoe={"max_drop": 0.0})
+    one = two.replace(train={"batch_size": 2 * two.train.batch_size})
+    through = whole_state(pool2.run(train_and_save, two))
+    alone = whole_state([resume_and_train(one, None)])
+    again = whole_state(pool2.run(resume_ranks, two))
+    for name in through:
+        torch.testing.assert_close(alone[name], through[name], rtol=1e-10, atol=1e-13)
+        assert torch.equal(again[name], through[name])
+
+
+@pytest.mark.distributed
+def test_controllers_follow_their_experts_to_another_number_of_ranks() -> None:
+    ranks = [
+        {"step": 3, "layers": {"a": {"mean": [1.0, 2.0]}}},
+        {"step": 3, "layers": {"a": {"mean": [3.0, 4.0]}}},
+    ]
+    assert reshard(ranks, 0, 1) == {"step": 3, "layers": {"a": {"mean": [1.0, 2.0, 3.0, 4.0]}}}
+    assert [reshard(ranks, r, 4)["layers"]["a"]["mean"] for r in range(4)] == [[1.0], [2.0], [3.0], [4.0]]
+    assert reshard(ranks, 1, 2) is ranks[1]
+
+
+def test_a_corrupt_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    trainer = Trainer(config)
+    for _ in range(2):
+        trainer.step()
+        trainer.save()
+    shard = tmp_path / "run" / "checkpoints" / "step-00000002" / "dense.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert Trainer(config).resume() == 1
+
+
+def test_another_corpus_or_model_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    trainer = Trainer(config)
+    trainer.step()
+    trainer.save()
+    (tmp_path / "other.txt").write_text("other text " * 300)
+    with pytest.raises(CheckpointError, match="another corpus"):
+        Trainer(config.replace(data={"path": str(tmp_path / "other.txt")})).resume()
+    wider = {**config.model.overrides, "intermediate_size": 64, "moe_intermediate_size": 24}
+    with pytest.raises(CheckpointError, match="has shape"):
+        Trainer(config.replace(model={"overrides": wider})).resume()
+    deeper = {**config.model.overrides, "num_hidden_layers": 3}
+    with pytest.raises(CheckpointError, match="holds no tensor"):
+        Trainer(config.replace(model={"overrides": deeper})).resume()
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        Trainer(tiny_config(tmp_path)).resume()
