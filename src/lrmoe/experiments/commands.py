@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lrmoe.experiments.presets import get_preset
+
+if TYPE_CHECKING:
+    from lrmoe.experiments.config import Experiment
 
 
 def compare(
@@ -65,6 +68,14 @@ def _tables(preset: str, config: Path | None, overrides: Sequence[str]) -> dict[
     return values
 
 
+def _announcement(experiment: Experiment) -> str:
+    c = experiment.compare
+    return (
+        f"{experiment.preset}: {' and '.join(c.systems)}, experts over {c.ep} processes, to training loss "
+        f"{c.target_loss:g} (mean of {c.smoothing_steps} steps), at most {c.max_steps} steps"
+    )
+
+
 def _run(preset: str, values: Mapping[str, Any], as_json: bool) -> int:
     from rich.console import Console
 
@@ -76,12 +87,13 @@ def _run(preset: str, values: Mapping[str, Any], as_json: bool) -> int:
 
     experiment = Experiment.from_dict(preset, values)
     html.check_installed()  # before minutes of training, not after
+    console = Console(stderr=as_json)
+    console.print(_announcement(experiment), markup=False, highlight=False, soft_wrap=True)
     summary = run(experiment)
     loaded = load_run(experiment.folder)
     page = html.write([loaded], experiment.folder / "report.html")
     if as_json:
         print(*lines(summary), sep="\n")
-    console = Console(stderr=as_json)
     for table in (tables.headline(loaded), tables.fairness(loaded)):
         console.print(table.rich())
     console.print(html.verdict(loaded), markup=False, highlight=False)

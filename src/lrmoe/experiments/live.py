@@ -58,15 +58,15 @@ class Progress:
                 self._live.update(self._table(link_bytes_per_s), refresh=True)
         elif step % self._every == 0 or all(lane.reached for lane in self._lanes):
             text = "; ".join(self._words(lane, link_bytes_per_s) for lane in self._lanes)
-            self._console.print(
-                f"step {step}, {self._elapsed():.0f} s: {text}", markup=False, highlight=False
-            )
+            self._say(f"step {step}, {self._elapsed():.0f} s: {text}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _words(self, lane: Lane, link: float | None) -> str:
         _, loss, kept, _, critical = self._cells(lane, link)
-        return f"{lane.system.name} loss {loss} kept {kept} MoE {critical}" + (
-            " reached" if lane.reached else ""
-        )
+        reached = f", reached in {len(lane.lines)} steps" if lane.reached else ""
+        return f"{lane.system.name} loss {loss}, kept {kept}, MoE {critical}{reached}"
 
     def _table(self, link: float | None) -> Table:
         title = f"to loss {self._target_loss:g}, at most {self._max_steps} steps, {self._elapsed():.0f} s"
