@@ -75,7 +75,9 @@ def test_every_field_has_wrong_values_here_and_a_description() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in WRONG.items() for v in values])
-def test_a_value_out_of_range_is_refused_with_field_value_and_what_is_valid(field: str, value: object) -> None:
+def test_a_value_out_of_range_is_refused_with_field_value_and_what_is_valid(
+    field: str, value: object
+) -> None:
     with pytest.raises(ConfigError) as caught:
         LRMoEConfig(**{field: value})
     message = str(caught.value)

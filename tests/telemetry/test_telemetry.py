@@ -74,9 +74,9 @@ def test_the_clock_charges_cpu_time_to_the_phase_and_keeps_wall_beside_it() -> N
     assert busy["plan"] < wall["plan"] / 2
 
 
-def test_the_ledger_counts_each_storage_once_per_part() -> None:
+def test_the_ledger_counts_the_same_memory_once_per_part() -> None:
     ledger, rows = Ledger(), torch.zeros(10, 4)
-    ledger.add("stash", rows, rows[2:], None, torch.zeros(0))
+    ledger.add("stash", rows, rows.view(4, 10), None, torch.zeros(0))
     ledger.add("dispatched", rows)
     assert ledger.read()["stash"] == ledger.read()["dispatched"] == 160
     ledger.seal()
