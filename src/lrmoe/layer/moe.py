@@ -129,6 +129,8 @@ class MoELayer:
             inputs = check_inputs(self.shape, *tensors, padding_mask)
         except Exception as error:
             if not recompute:
+                if training:  # a call that failed counts here as it does on the ranks that were ready for it
+                    self.controller.next_moment()
                 self._announcer.report(error, gate_up_proj)
             raise
         if recompute:
