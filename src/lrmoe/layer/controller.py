@@ -138,7 +138,8 @@ class Controller:
         mean = torch.tensor(state["score_mean"], dtype=torch.float64)
         if mean.shape != self.score_mean_L.shape:
             raise ConfigError(
-                f"score_mean holds {mean.numel()} experts: layer {self.layer} has {self.score_mean_L.numel()} on this rank"
+                f"score_mean holds {mean.numel()} experts: layer {self.layer} has "
+                f"{self.score_mean_L.numel()} on this rank"
             )
         self.score_mean_L = mean
         self._step, self._calls_in_step = int(state["step"]), int(state["calls_in_step"])

@@ -224,8 +224,7 @@ def _observe(call: Call, rows: Candidates, experts: NDArray[np.int64]) -> None:
         quota_L = _tensor(plan.quota_E[experts], rows.score_M)
         chance_M = inclusion(replace(rows, quota_L=quota_L))
         pending[f"{OBSERVED}variance_added_{drop}"] = added_variance(energy_M, chance_M)
-        load, mean = plan.backward_load_R, max(plan.pairs / plan.topology.ranks, 1)
-        call.open_call.record.observed[f"backward_peak_{drop}"] = float(load.max()) / mean
-        call.open_call.record.observed[f"rows_saved_{drop}"] = float(
-            plan.forward_load_R[call.comm.rank] - load[call.comm.rank]
-        )
+        saved_R, mean = plan.forward_load_R - plan.backward_load_R, max(plan.pairs / plan.topology.ranks, 1)
+        observed = call.open_call.record.observed
+        observed[f"backward_peak_{drop}"] = float(plan.backward_load_R.max()) / mean
+        observed[f"rows_saved_{drop}"] = float(saved_R[call.comm.rank])

@@ -1,4 +1,4 @@
-"""Moving rows: gather by index, put back by index, weighted sum per token. No atomics, so every result is repeatable."""
+"""Moving rows: gather by index, put back by index, weighted sum per token. No atomics: results repeat."""
 
 from __future__ import annotations
 
