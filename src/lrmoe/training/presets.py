@@ -45,7 +45,7 @@ _TINY = {
     "moe_intermediate_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 64,
+    "head_dim": 32,
     "num_experts_per_tok": 4,
     "max_position_embeddings": 4096,
 }

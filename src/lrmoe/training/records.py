@@ -35,7 +35,7 @@ def gather_records(
         return [list(records)]
     rows = torch.tensor([_encode(r) for r in records], dtype=torch.float64, device=device)
     table = rows.new_empty((size_of(group), *rows.shape))
-    dist.all_gather_into_tensor(table.view(-1), rows.view(-1), group=group)
+    dist.all_gather(list(table), rows, group=group)
     by_rank = [
         [_decode(record, row) for record, row in zip(records, rows_of_rank, strict=True)]
         for rows_of_rank in table.tolist()

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import lrmoe
+from lrmoe import cli
+from lrmoe.errors import CheckpointError, ConfigError, InfeasibleError, MissingExtraError, UnsupportedError
+from tests.training.tiny import SHAPE, tiny_config
+
+COMMANDS = ("train", "compare", "report")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the entry point in this process."""
+
+    def call(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["lrmoe", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        return Done(code=stopped.value.code or 0, out=out, err=err)  # type: ignore[arg-type]
+
+    return call
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def small_run(folder: Path, steps: int = 3) -> list[str]:
+    """Options that train the tiny test model in `folder`."""
+    tiny_config(folder).write(folder / "tiny.toml")
+    return ["train", "--config", str(folder / "tiny.toml"), "--steps", str(steps)]
+
+
+def test_only_commands_that_exist_are_listed(run: Run) -> None:
+    done = run("--help")
+    assert done.code == 0
+    listed = done.out.split("Commands:")[1].split("Example:")[0]
+    assert [line.split()[0] for line in listed.strip().splitlines()] == list(COMMANDS)
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_help_ends_with_an_example(run: Run, command: tuple[str, ...]) -> None:
+    done = run(*command, "--help")
+    assert done.code == 0
+    assert done.out.strip().splitlines()[-1].strip().startswith("Example: lrmoe ")
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out == f"lrmoe {lrmoe.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "--bogus"), "--bogus"),
+        (("train", "--steps", "many"), "--steps"),
+        (("train", "--ep", "0"), "--ep"),
+        (("train", "--set", "train.stepz=3"), "did you mean 'train.steps'"),
+        (("train", "--set", "lrmoe.max_drop=1.5"), "lrmoe.max_drop=1.5"),
+        (("train", "--preset", "qwen4"), "valid: qwen3-moe-tiny"),
+        (("train", "--config", "no-such.toml"), "no-such.toml"),
+        (("train", "--set", "data.path=no-such-text", "--set", "train.device=cpu"), "no-such-text"),
+        (("nonsense",), "nonsense"),
+        (("report",), "RUN"),
+    ],
+)
+def test_bad_usage_is_code_2_and_says_what(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x=1: bad"), 2),
+        (UnsupportedError("has_bias: refused"), 2),
+        (InfeasibleError("needs 3 bytes"), 3),
+        (CheckpointError("partial"), 1),
+        (MissingExtraError("pip install"), 1),
+        (KeyError("lost"), 1),
+    ],
+)
+def test_errors_are_one_line_and_a_code(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    monkeypatch.setattr(cli, "_train", raising(error))
+    done = run("train")
+    assert done.code == code
+    assert done.err.startswith("error: ")
+    assert str(error) in done.err
+    assert len(done.err.splitlines()) == 1
+    shown = run("train", "--debug")
+    assert shown.code == code
+    assert "Traceback" in shown.err
+
+
+def test_train_leaves_its_folder_and_prints_json_only(run: Run, tmp_path: Path) -> None:
+    done = run(
+        *small_run(tmp_path),
+        "--json",
+        "--name",
+        "one",
+        "--set",
+        "train.checkpoint_every=2",
+        "--set",
+        "train.eval_every=2",
+    )
+    assert done.code == 0, done.err
+    summary = json.loads(done.out)
+    assert (summary["steps"], summary["world_size"]) == (3, 1)
+    folder = tmp_path / "one"
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.toml",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+    }
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert ["eval_loss" in line for line in lines] == [False, True, True]
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+
+def test_a_run_is_not_overwritten_but_resumed(run: Run, tmp_path: Path) -> None:
+    options = [*small_run(tmp_path, 2), "--set", "train.checkpoint_every=1"]
+    assert run(*options).code == 0
+    refused = run(*options)
+    assert refused.code == 2
+    assert "--resume" in refused.err
+    done = run(*options, "--steps", "4", "--resume", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["steps"] == 4
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    nothing = run(*small_run(tmp_path), "--name", "new", "--resume")
+    assert nothing.code == 1
+    assert "no checkpoint to resume from" in nothing.err
+
+
+@pytest.mark.distributed
+def test_ep_starts_local_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lrmoe.cli", *small_run(tmp_path), "--ep", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["world_size"] == 2
+    assert "step 3/3" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+@pytest.mark.distributed
+def test_an_error_in_the_processes_keeps_its_code(tmp_path: Path) -> None:
+    experts = json.dumps({**SHAPE, "num_experts": 3}).replace(":", " =")
+    command = [sys.executable, "-m", "lrmoe.cli", *small_run(tmp_path), "--ep", "2"]
+    done = subprocess.run(
+        [*command, "--set", f"model.overrides={experts}"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "3 experts cannot be spread evenly over 2 ranks" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
