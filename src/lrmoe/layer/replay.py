@@ -30,14 +30,14 @@ class ReplayStore:
     """First forwards of one layer that a recompute may ask for."""
 
     def __init__(self) -> None:
-        self._calls: OrderedDict[int, FirstForward] = OrderedDict()
+        self._calls: OrderedDict[int, FirstForward | None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def put(self, token: int, call: FirstForward) -> None:
-        """Remember a call; beyond the limit the oldest is forgotten."""
-        self._calls[token] = call
+        """Remember a call; beyond the limit the oldest is forgotten, and of two with one token both."""
+        self._calls[token] = None if token in self._calls else call
         if len(self._calls) > _LIMIT:
             self._calls.popitem(last=False)
 
@@ -51,8 +51,8 @@ class ReplayStore:
         if call is None:
             raise ReplayError(
                 "a training-mode call inside a backward matches no earlier forward. Under torch.utils.checkpoint keep "
-                "preserve_rng_state=True (the default), and recompute before the next optimizer step; the layer keeps "
-                f"the last {_LIMIT} forwards"
+                "preserve_rng_state=True (the default), do not seed the CPU generator alike for two forwards in flight, "
+                f"and recompute before the next optimizer step; the layer keeps the last {_LIMIT} forwards"
             )
         return call
 
