@@ -33,6 +33,7 @@ from lrmoe.telemetry import figure
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DROPS = (0.0, 0.2, 0.5)
 ADDED_PHASES = ("score", "select", "reroute")
+BLOCK_ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,16 +185,30 @@ def ratio(times: dict[str, list[float]], name: str, *others: str) -> float:
     return statistics.median(a / b for a, b in zip(times[name], times[best], strict=True))
 
 
-def overhead_share(layer: MoELayer, run: Callable[[], None], rounds: int) -> float:
-    """Share of the layer's time in phases that only pruning has, and in the copies made only for it."""
+def overhead_share(layer: MoELayer, run: Callable[[], None], rounds: int, dtype: torch.dtype) -> float:
+    """Share of the layer's time in phases that only pruning has, and in the one copy made only for it.
+
+    That copy gathers the kept rows of the stash, block by block; without pruning they are read in place.
+    """
     layer.telemetry.drain()
+    shares = []
     for _ in range(rounds):
         run()
-    shares = []
-    for record in layer.telemetry.drain():
+        record = layer.telemetry.drain()[0]
         added = sum(record.wall_ms.get(phase, 0.0) for phase in ADDED_PHASES)
-        shares.append(added / record.wall_total_ms)
+        shares.append((added + stash_copy_ms(record.pairs, record.kept, layer, dtype)) / record.wall_total_ms)
     return statistics.median(shares)
+
+
+def stash_copy_ms(pairs: int, kept: int, layer: MoELayer, dtype: torch.dtype) -> float:
+    """Milliseconds to gather `kept` of `pairs` stash rows as backward does, a block at a time."""
+    stash = torch.zeros(pairs, 2 * layer.shape.width, dtype=dtype)
+    index = torch.randperm(pairs)[:kept].sort().values
+    block = torch.empty(BLOCK_ROWS, stash.shape[1], dtype=stash.dtype)
+    begin = time.perf_counter()
+    for part in index.split(BLOCK_ROWS):
+        torch.index_select(stash, 0, part, out=block[: len(part)])
+    return (time.perf_counter() - begin) * 1e3
 
 
 def bench_dtype(case: Case, name: str, rounds: int, seed: int) -> tuple[dict[str, list[float]], float]:
@@ -206,10 +221,12 @@ def bench_dtype(case: Case, name: str, rounds: int, seed: int) -> tuple[dict[str
     runs["masked_twin"] = masked_twin(case, data, 0.5)
     runs["gemms"] = bare_gemms(case, data)
     times = measure(runs, rounds)
-    return times, overhead_share(layers[0.2], runs["drop0.2"], rounds)
+    return times, overhead_share(layers[0.2], runs["drop0.2"], rounds, DTYPES[name])
 
 
-def figures(name: str, times: dict[str, list[float]], overhead: float, context: dict[str, object]) -> list[dict]:
+def figures(
+    name: str, times: dict[str, list[float]], overhead: float, context: dict[str, object]
+) -> list[dict]:
     """The named ratios of one dtype."""
     rows = [
         (f"layer.{name}.drop{drop:g}.over_best_peer", ratio(times, f"drop{drop:g}", "eager", "grouped_mm"))
@@ -219,7 +236,9 @@ def figures(name: str, times: dict[str, list[float]], overhead: float, context: 
     rows.append((f"layer.{name}.drop0.2.overhead_share", overhead))
     rows.append((f"layer.{name}.masked_twin.over_drop0", ratio(times, "masked_twin", "drop0")))
     medians = {variant: round(statistics.median(values), 2) for variant, values in times.items()}
-    return [figure(key, round(value, 4), "ratio", "lower", median_ms=medians, **context) for key, value in rows]
+    return [
+        figure(key, round(value, 4), "ratio", "lower", median_ms=medians, **context) for key, value in rows
+    ]
 
 
 def show(results: dict[str, dict[str, list[float]]]) -> None:
@@ -235,7 +254,9 @@ def show(results: dict[str, dict[str, list[float]]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
@@ -246,7 +267,9 @@ def main(argv: list[str] | None = None) -> int:
     case, results, rows = Case(), {}, []
     for name in args.dtype or DTYPES:
         results[name], overhead = bench_dtype(case, name, args.rounds, args.seed)
-        rows += figures(name, results[name], overhead, {"seed": args.seed, "rounds": args.rounds, "case": vars(case)})
+        rows += figures(
+            name, results[name], overhead, {"seed": args.seed, "rounds": args.rounds, "case": vars(case)}
+        )
     show(results)
     for row in rows:
         print(json.dumps(row) if args.json else f"{row['name']:45} {row['value']:.3f}")
