@@ -145,7 +145,8 @@ class MoELayer:
             if training and may_recompute():
                 self._replay.put(token, FirstForward(ids_TK=self._stored(inputs.ids_TK), planned=planned))
         out = self._run(inputs, planned, order, gate_up_proj, down_proj)
-        return out.view(hidden_states.shape)
+        # No needless view: FSDP2 warns about views, since its backward hook is lost when one is changed in place.
+        return out if out.shape == hidden_states.shape else out.view(hidden_states.shape)
 
     def release(self) -> None:
         """Forget the forwards that a checkpoint recompute could still ask for."""
