@@ -85,7 +85,7 @@ def read_spec(module: nn.Module, name: str) -> ExpertsSpec:
 
 def _activation(module: nn.Module, name: str) -> str:
     """The activation by behaviour: what it does to probe values, whatever class computes it."""
-    probe = torch.linspace(-8, 8, 65, dtype=torch.float64)
+    probe = torch.linspace(-50, 50, 401, dtype=torch.float64)  # far enough to meet clamps
     act_fn: Any = getattr(module, "act_fn", None)
     try:
         with torch.no_grad():

@@ -1,0 +1,262 @@
+"""The handle: clock, attaching, saving, figures, the way back; and what enabling prints."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lrmoe import CheckpointError, ConfigError, LRMoEConfig
+from lrmoe.integrations import transformers as lrmoe_hf
+from tests.integrations.models import assert_same, make_model, make_tokens, run
+
+EXACT = LRMoEConfig(max_drop=0)
+WARMUP2 = LRMoEConfig(max_drop=0.4, warmup_steps=2)
+
+
+def kept_shares(handle: lrmoe_hf.Handle) -> set[float]:
+    return {round(record.kept_share, 2) for record in handle.telemetry.drain()}
+
+
+def test_disable_restores_the_model():
+    eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
+    model = copy.deepcopy(eager)
+    configs = [layer.mlp.experts.config for layer in model.model.layers]
+    before = set(vars(model.model.layers[0].mlp.experts))
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
+    handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    run(model, ids)
+    handle.disable()
+    handle.disable()
+    assert [layer.mlp.experts.config for layer in model.model.layers] == configs
+    assert set(vars(model.model.layers[0].mlp.experts)) == before
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    assert_same(run(model, ids), eager, ids)
+    with pytest.raises(ConfigError, match="disabled"):
+        handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_another_model_of_the_same_configuration_is_untouched():
+    first, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
+    second = type(first)(first.config).double().train()
+    assert second.config is first.config
+    lrmoe_hf.enable(first, LRMoEConfig(max_drop=0.5, warmup_steps=0))
+    experts = second.model.layers[0].mlp.experts
+    assert experts.config._experts_implementation == "eager"
+    assert_same(run(second, ids), second, ids)
+
+
+def test_a_copied_or_pickled_model_is_not_enabled_and_exact():
+    model, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
+    eager = copy.deepcopy(model)
+    lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
+    copied = copy.deepcopy(model)
+    assert_same(run(copied, ids), eager, ids)
+    file = io.BytesIO()
+    torch.save(model.model.layers[0].mlp.experts, file)
+    file.seek(0)
+    experts = torch.load(file, weights_only=False)
+    assert experts._lrmoe.layer is None
+
+
+def test_state_dict_of_the_model_is_unchanged():
+    model = make_model("qwen3")
+    names = list(model.state_dict())
+    lrmoe_hf.enable(model)
+    assert list(model.state_dict()) == names
+
+
+def test_attach_steps_the_clock_per_optimizer_step():
+    model, ids = make_model("qwen3"), make_tokens()
+    handle = lrmoe_hf.enable(model, WARMUP2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle.attach(optimizer)
+    handle.attach(optimizer)
+    seen = []
+    for _ in range(4):
+        for micro in ids.split(1):
+            model(input_ids=micro, labels=micro).loss.backward()
+        seen.append(kept_shares(handle))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.clock.step == 4
+    assert seen[0] == seen[1] == {1.0}
+    assert all(max(shares) < 0.7 for shares in seen[2:])
+
+
+def test_attach_refuses_a_second_optimizer_and_forgets_a_dead_one():
+    model = make_model("qwen3")
+    handle = lrmoe_hf.enable(model, EXACT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle.attach(optimizer)
+    other = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pytest.raises(ConfigError, match="another optimizer"):
+        handle.attach(other)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    handle.attach(other)
+
+
+def test_the_model_keeps_its_handle_and_lets_it_go():
+    model, ids = make_model("qwen3"), make_tokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    lrmoe_hf.enable(model, WARMUP2).attach(optimizer)
+    gc.collect()
+    run(model, ids)
+    optimizer.step()
+    handle = lrmoe_hf._handle.find_handle(model)
+    assert handle is not None
+    assert handle.clock.step == 1
+    gone = weakref.ref(model)
+    del model, handle, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_forgotten_clock_warns_once_and_calls_count():
+    model, ids = make_model("qwen3", num_hidden_layers=1), make_tokens(batch=1, length=4)
+    handle = lrmoe_hf.enable(model, WARMUP2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(70):
+            run(model, ids)
+    assert len([w for w in caught if "handle.step()" in str(w.message)]) == 1
+    records = handle.telemetry.drain()
+    assert records[0].drop_reason == "warmup"
+    assert records[-1].kept_share < 0.7
+
+
+def test_state_survives_json_and_a_new_handle():
+    model, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    config = LRMoEConfig(max_drop=0.4, warmup_steps=1)
+    handle = lrmoe_hf.enable(model, config)
+    handle.attach(optimizer)
+    for _ in range(3):
+        run(model, ids)
+        optimizer.step()
+    saved, weights = json.loads(json.dumps(handle.state_dict())), copy.deepcopy(model.state_dict())
+    expected = run(model, ids)
+
+    resumed = make_model("qwen3", dtype=torch.float64, seed=5)
+    resumed.load_state_dict(weights)
+    other = lrmoe_hf.enable(resumed, config)
+    other.load_state_dict(saved)
+    assert other.clock.step == 3
+    actual = run(resumed, ids)
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"version": 7}, "version 7"),
+        ({"layers": {"elsewhere": {}}}, "elsewhere"),
+        ({"version": None}, "version None"),
+    ],
+)
+def test_bad_state_is_refused_and_changes_nothing(damage: dict[str, object], message: str):
+    handle = lrmoe_hf.enable(make_model("qwen3"), EXACT)
+    state = handle.state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        handle.load_state_dict({**state, "step": 9, **damage})
+    assert handle.state_dict() == state
+
+
+def test_summary_counts_drained_and_undrained_calls():
+    model, ids = make_model("qwen3"), make_tokens()
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=1))
+    run(model, ids)
+    handle.telemetry.drain()
+    handle.step()
+    run(model, ids)
+    for _ in range(2):  # reading does not change it
+        summary = handle.summary()
+        assert summary["calls"] == 4
+        assert summary["drop_reasons"] == {"warmup": 2, "always": 2}
+        assert summary["kept_share"] == pytest.approx(0.75)
+    json.dumps(summary)
+
+
+def test_figures_give_mean_and_worst_layer():
+    model, ids = make_model("qwen3"), make_tokens()
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
+    run(model, ids)
+    records = handle.telemetry.records
+    found = handle.figures()
+    energies = [record.dropped_energy for record in records]
+    assert found["lrmoe/kept_share"] == found["lrmoe/kept_share_worst"] == pytest.approx(0.5)
+    assert found["lrmoe/dropped_energy"] == pytest.approx(sum(energies) / 2)
+    assert found["lrmoe/dropped_energy_worst"] == pytest.approx(max(energies))
+    assert handle.figures() == {}
+
+
+def test_observe_is_exact_and_reports():
+    eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
+    model = copy.deepcopy(eager)
+    handle = lrmoe_hf.enable(model, LRMoEConfig(observe=True, warmup_steps=0))
+    assert_same(run(model, ids), eager, ids)
+    summary = handle.summary()
+    assert summary["kept_share"] == 1
+    assert summary["observed"]
+    json.dumps(summary)
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            EXACT,
+            "lrmoe: 2 MoE layers, experts over 1 rank; backward keeps every (token, expert) pair: max_drop=0",
+        ),
+        (
+            LRMoEConfig(max_drop=0.3, warmup_steps=7),
+            "backward keeps 70% of the (token, expert) pairs from optimizer step 7",
+        ),
+        (LRMoEConfig(max_drop=0.3), "and all of them before; forward is complete; max_drop=0 is exact\n"),
+        (LRMoEConfig(drop="overload"), "keeps at least 70% of"),
+        (LRMoEConfig(cooldown_steps=10, total_steps=100), "from optimizer step 20 to 90 "),
+        (LRMoEConfig(observe=True), "observing: backward keeps every (token, expert) pair, exact"),
+    ],
+)
+def test_enable_prints_one_line(config: LRMoEConfig, line: str, capfd: pytest.CaptureFixture[str]):
+    model = make_model("qwen3")
+    capfd.readouterr()
+    lrmoe_hf.enable(model, config)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_group_without_shard_experts_is_refused():
+    class TwoRanks:
+        def size(self) -> int:
+            return 2
+
+    with pytest.raises(ConfigError, match="shard_experts"):
+        lrmoe_hf.enable(make_model("qwen3"), group=TwoRanks())  # type: ignore[arg-type]
+
+
+def test_parameters_split_into_experts_and_dense():
+    model = make_model("glm4")
+    experts, dense = list(lrmoe_hf.expert_parameters(model)), list(lrmoe_hf.dense_parameters(model))
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert {names[id(p)] for p in experts} == {
+        "model.layers.1.mlp.experts.gate_up_proj",
+        "model.layers.1.mlp.experts.down_proj",
+    }
+    assert len(experts) + len(dense) == len(list(model.parameters()))
+    model.tied = nn.ModuleList([model.model.layers[1].mlp.experts])
+    assert len(list(lrmoe_hf.expert_parameters(model))) == 2

@@ -1,0 +1,141 @@
+"""Transformers' Trainer with the callback: clock, logs, resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from lrmoe import ConfigError, LRMoEConfig
+from lrmoe.integrations import transformers as lrmoe_hf
+from tests.integrations.models import make_model, make_tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore::FutureWarning")
+
+
+class Tokens(Dataset):
+    """64 sequences of 8 tokens."""
+
+    def __init__(self) -> None:
+        self.ids = make_tokens(64, 8)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(**{**options, **changes})
+
+
+def test_callback_steps_the_clock_and_logs(tmp_path: Path):
+    model = make_model("qwen3")
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=2))
+    seen: list[dict[str, float]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            seen.append(dict(logs))
+
+    callbacks = [lrmoe_hf.LRMoECallback(handle), Reporter()]
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=callbacks)
+    trainer.train()
+    assert handle.clock.step == 4  # per optimizer step, not per micro-batch
+    steps = [logs for logs in seen if "loss" in logs]
+    assert [logs["lrmoe/kept_share"] for logs in steps] == pytest.approx([1.0, 1.0, 0.5, 0.5])
+    assert all("lrmoe/backward_peak_worst" in logs for logs in steps)
+    assert trainer.state.log_history[3]["lrmoe/kept_share"] == pytest.approx(0.5)
+    assert handle.summary()["calls"] == 4 * 2 * len(handle.layers)
+
+
+def test_an_attached_optimizer_is_not_counted_twice(tmp_path: Path):
+    model = make_model("qwen3")
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    handle.attach(optimizer)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    Trainer(
+        model,
+        arguments(tmp_path, max_steps=3),
+        train_dataset=Tokens(),
+        callbacks=[lrmoe_hf.LRMoECallback(handle)],
+        optimizers=(optimizer, schedule),
+    ).train()
+    assert handle.clock.step == 3
+
+
+@pytest.mark.parametrize("restore_callbacks", [False, True])
+def test_resume_goes_on_with_clock_and_controllers(tmp_path: Path, restore_callbacks: bool):
+    config = LRMoEConfig(max_drop=0.5, warmup_steps=3)
+
+    def train(
+        model: nn.Module, folder: Path, steps: int, *, resume: bool = False
+    ) -> tuple[lrmoe_hf.Handle, Trainer]:
+        handle = lrmoe_hf.enable(model, config)
+        options = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "constant"}
+        restore = {"restore_callback_states_from_checkpoint": restore_callbacks}
+        trainer = Trainer(
+            model,
+            arguments(folder, max_steps=steps, **options, **restore),
+            train_dataset=Tokens(),
+            callbacks=[lrmoe_hf.LRMoECallback(handle)],
+        )
+        trainer.train(resume_from_checkpoint=resume or None)
+        return handle, trainer
+
+    whole, unbroken = train(make_model("qwen3"), tmp_path / "whole", 6)
+    train(make_model("qwen3"), tmp_path / "broken", 4)
+    # The Trainer itself does not read fused experts back (transformers issue 48805): load them first.
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "broken" / "checkpoint-4", attn_implementation="eager", experts_implementation="eager"
+    )
+    resumed, trainer = train(model, tmp_path / "broken", 6, resume=True)
+    assert resumed.clock.step == whole.clock.step == 6
+    assert resumed.summary()["drop_reasons"] == {"always": 2 * 2 * len(resumed.layers)}
+    for ours, theirs in zip(trainer.model.parameters(), unbroken.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_callback_finds_the_handle_and_says_when_there_is_none(tmp_path: Path):
+    model = make_model("qwen3")
+    trainer = Trainer(
+        model, arguments(tmp_path, max_steps=1), train_dataset=Tokens(), callbacks=[lrmoe_hf.LRMoECallback()]
+    )
+    with pytest.raises(ConfigError, match="call enable first"):
+        trainer.train()
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0))
+    trainer.train()
+    assert handle.clock.step == 1
+
+
+def test_evaluation_inside_training_leaves_the_controllers_alone(tmp_path: Path):
+    model = make_model("qwen3")
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
+    Trainer(
+        model,
+        arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1),
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(),
+        callbacks=[lrmoe_hf.LRMoECallback(handle)],
+    ).train()
+    assert handle.summary()["calls"] == 2 * 2 * len(handle.layers)
