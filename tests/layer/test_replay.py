@@ -1,4 +1,4 @@
-"""Matching a recompute to its first forward: kinds nested, graphs retained, generators seeded alike, forgotten calls."""
+"""Matching a recompute to its first forward: kinds nested, generators seeded alike, forgotten calls."""
 
 from __future__ import annotations
 

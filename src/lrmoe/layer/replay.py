@@ -51,8 +51,8 @@ class ReplayStore:
         if call is None:
             raise ReplayError(
                 "a training-mode call inside a backward matches no earlier forward. Under torch.utils.checkpoint keep "
-                "preserve_rng_state=True (the default), do not seed the CPU generator alike for two forwards in flight, "
-                f"and recompute before the next optimizer step; the layer keeps the last {_LIMIT} forwards"
+                "preserve_rng_state=True (the default), do not seed the CPU generator alike for two forwards in "
+                f"flight, and recompute before the next optimizer step; the layer keeps the last {_LIMIT} forwards"
             )
         return call
 

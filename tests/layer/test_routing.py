@@ -1,0 +1,69 @@
+"""Orders of pairs and rows, against sorting in plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lrmoe.layer.routing import Layout, expert_order, sort_pairs, token_entries
+
+
+def random_ids(tokens: int, slots: int, experts: int, seed: int = 0) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, experts + 1, (tokens, slots), generator=gen)
+
+
+@pytest.mark.parametrize("experts", [1, 7, 40_000])
+@pytest.mark.parametrize(("tokens", "slots"), [(0, 2), (1, 1), (50, 3)])
+def test_pairs_are_sorted_by_expert_and_stay_in_order_within_one(
+    tokens: int, slots: int, experts: int
+) -> None:
+    ids = random_ids(tokens, slots, experts)
+    order, counts = sort_pairs(ids, experts)
+    flat = ids.flatten().tolist()
+    real = [u for u in range(tokens * slots) if 0 <= flat[u] < experts]
+    assert order.tolist()[: len(real)] == sorted(real, key=lambda u: (flat[u], u))
+    assert (
+        counts.tolist() == [flat.count(e) for e in range(experts)]
+        if experts < 100
+        else sum(counts) == len(real)
+    )
+    assert counts.dtype == order.dtype == torch.int64
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_entries_of_a_token_are_its_rows_in_slot_order(complete: bool) -> None:
+    tokens, slots = 9, 3
+    gen = torch.Generator().manual_seed(1)
+    pair_N = torch.randperm(tokens * slots, generator=gen)
+    pair_N = pair_N if complete else pair_N[:17]
+    entries = token_entries(pair_N, tokens, slots)
+    begin = 0
+    for token, end in enumerate(entries.ends_T.tolist()):
+        mine = entries.pair_N[begin:end].tolist()
+        assert mine == sorted(u for u in pair_N.tolist() if u // slots == token)
+        assert pair_N[entries.row_N[begin:end]].tolist() == mine
+        begin = end
+    assert begin == len(pair_N)
+
+
+def test_received_rows_are_put_in_expert_then_source_order() -> None:
+    mine_RL = np.array([[2, 0, 1], [1, 3, 0], [0, 2, 2]])
+    received = [(r, e, i) for r in range(3) for e in range(3) for i in range(mine_RL[r, e])]
+    wanted = sorted(range(len(received)), key=lambda m: (received[m][1], received[m][0], received[m][2]))
+    assert expert_order(mine_RL).tolist() == wanted
+    assert expert_order(np.zeros((2, 2), dtype=np.int64)).tolist() == []
+
+
+def test_the_layouts_of_all_ranks_fit_together() -> None:
+    rng = np.random.default_rng(0)
+    counts_RE = rng.integers(0, 5, (4, 8))
+    layouts = [Layout.build(counts_RE, rank, torch.device("cpu")) for rank in range(4)]
+    for r, one in enumerate(layouts):
+        assert one.segments_L == counts_RE[:, 2 * r : 2 * r + 2].sum(axis=0).tolist()
+        assert one.received == sum(one.segments_L)
+        for s, other in enumerate(layouts):
+            assert one.send_R[s] == other.receive_R[r]
+        rows = torch.arange(one.received)
+        assert torch.equal(one.to_received(one.to_experts(rows)), rows)
