@@ -226,7 +226,7 @@ def bench_dtype(case: Case, name: str, rounds: int, seed: int) -> tuple[dict[str
 
 def figures(
     name: str, times: dict[str, list[float]], overhead: float, context: dict[str, object]
-) -> list[dict]:
+) -> list[dict[str, object]]:
     """The named ratios of one dtype."""
     rows = [
         (f"layer.{name}.drop{drop:g}.over_best_peer", ratio(times, f"drop{drop:g}", "eager", "grouped_mm"))

@@ -122,6 +122,7 @@ def _return_input(call: Call, dx_Q: Tensor | None, kept: Kept, alpha_TK: Tensor)
     if dx_Q is None:
         return None
     rows = send_back(call, dx_Q, kept.layout, "return")
+    call.open_call.ledger.add("backward", rows)
     entries = token_entries(kept.pair_P, alpha_TK.shape[0], call.slots)
     return combine(rows, entries.row_N, entries.ends_T)
 

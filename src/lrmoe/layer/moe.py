@@ -19,7 +19,7 @@ from lrmoe.layer.inputs import Inputs, LayerShape, check_inputs
 from lrmoe.layer.replay import FirstForward, ReplayStore, draw_token, inside_backward, may_recompute
 from lrmoe.layer.routing import sort_pairs
 from lrmoe.ops import ACTIVATIONS
-from lrmoe.planning import Topology
+from lrmoe.planning import Execution, ExpertShape, Topology, predict_bytes
 from lrmoe.telemetry import CallRecord, Telemetry
 from lrmoe.telemetry.record import OpenCall
 
@@ -136,6 +136,7 @@ class MoELayer:
         if recompute:
             first = self._replay.take(token, keep=not torch.is_grad_enabled())
             planned, ids_TK = first.planned, first.ids_TK
+            planned.open_call.ledger.restart()
             order, _ = sort_pairs(ids_TK, self.shape.experts)
         else:
             moment = self.controller.next_moment() if training else None
@@ -183,11 +184,25 @@ class MoELayer:
         )
         if planned.moment is not None:
             self._last = planned.open_call
+            planned.open_call.record.mem_predicted = self._predict(call, inputs, gate_up)
         order_N = order[: int(planned.plan.counts_RE[self.comm.rank].sum())]
         if call.differentiable:
             return MoEFunction.apply(call, order_N, *tensors)
         with torch.no_grad(), torch.autocast(inputs.x_TH.device.type, enabled=False):
             return run_forward(call, order_N, *tensors).out_TH.to(inputs.x_TH.dtype)
+
+    def _predict(self, call: Call, inputs: Inputs, gate_up: Tensor) -> dict[str, int]:
+        shape = ExpertShape(
+            hidden=self.shape.hidden, width=self.shape.width, element_bytes=call.compute_dtype.itemsize
+        )
+        run = Execution(
+            differentiable=call.differentiable,
+            stash=call.stash,
+            norms=call.scored and self.config.needs_phi,
+            input_gradient=inputs.x_TH.requires_grad,
+            weight_gradient=gate_up.requires_grad,
+        )
+        return predict_bytes(shape, call.plan, self.comm.rank, run)
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:

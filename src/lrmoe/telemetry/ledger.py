@@ -6,7 +6,7 @@ from torch import Tensor
 
 PARTS = ("weights", "grads", "replicas", "dispatched", "stash", "backward", "outputs")
 _FORWARD = ("replicas", "dispatched", "stash", "outputs")
-_BACKWARD = ("replicas", "stash", "backward")
+_BACKWARD = ("replicas", "dispatched", "stash", "backward")  # received inputs stay for weight gradients
 
 
 class Ledger:
@@ -28,6 +28,11 @@ class Ledger:
 
     def seal(self) -> None:
         """Forget addresses (they may be used again) and keep the sums: between forward and backward."""
+        self._seen.clear()
+
+    def restart(self) -> None:
+        """Forget everything: a checkpoint recompute allocates the forward's buffers anew."""
+        self._bytes = dict.fromkeys(PARTS, 0)
         self._seen.clear()
 
     def read(self) -> dict[str, int]:

@@ -45,6 +45,7 @@ class CallRecord:
     wall_ms: dict[str, float] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     mem: dict[str, int] = field(default_factory=dict)
+    mem_predicted: dict[str, int] = field(default_factory=dict)
     observed: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -102,6 +103,7 @@ class CallRecord:
             flat[f"ms_{phase}"] = self.ms.get(phase, 0.0)
             flat[f"wall_ms_{phase}"] = self.wall_ms.get(phase, 0.0)
         flat.update({f"mem_{part}_measured": size for part, size in self.mem.items()})
+        flat.update({f"mem_{part}_predicted": size for part, size in self.mem_predicted.items()})
         flat.update({f"observed_{name}": value for name, value in self.observed.items()})
         return flat
 
