@@ -135,8 +135,8 @@ def test_train_leaves_its_folder_and_prints_json_only(run: Run, tmp_path: Path) 
         "train.eval_every=2",
     )
     assert done.code == 0, done.err
-    summary = json.loads(done.out)
-    assert (summary["steps"], summary["world_size"]) == (3, 1)
+    figures = {line["name"]: line for line in map(json.loads, done.out.splitlines())}
+    assert all(line.keys() == {"name", "value", "unit", "better", "context"} for line in figures.values())
     folder = tmp_path / "one"
     assert {path.name for path in folder.iterdir()} >= {
         "config.toml",
@@ -147,7 +147,11 @@ def test_train_leaves_its_folder_and_prints_json_only(run: Run, tmp_path: Path) 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert ["eval_loss" in line for line in lines] == [False, True, True]
-    assert json.loads((folder / "summary.json").read_text()) == summary
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["world_size"]) == (3, 1)
+    assert figures["train.one.final_loss"]["value"] == summary["final_loss"] == lines[-1]["loss"]
+    assert figures["train.one.wire_bytes"]["value"] == 0
+    assert 0.7 < figures["train.one.kept_share"]["value"] < 0.9  # one step of three keeps all
 
 
 def test_a_run_is_not_overwritten_but_resumed(run: Run, tmp_path: Path) -> None:
@@ -158,7 +162,7 @@ def test_a_run_is_not_overwritten_but_resumed(run: Run, tmp_path: Path) -> None:
     assert "--resume" in refused.err
     done = run(*options, "--steps", "4", "--resume", "--json")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["steps"] == 4
+    assert all(json.loads(line)["context"]["steps"] == 4 for line in done.out.splitlines())
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     nothing = run(*small_run(tmp_path), "--name", "new", "--resume")
@@ -171,7 +175,9 @@ def test_ep_starts_local_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lrmoe.cli", *small_run(tmp_path), "--ep", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["world_size"] == 2
+    figures = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["context"]["world_size"] for line in figures} == {2}
+    assert next(line["value"] for line in figures if line["name"] == "train.run.wire_bytes") > 0
     assert "step 3/3" in done.stderr
     assert "\x1b" not in done.stderr
 

@@ -36,7 +36,9 @@ Overrides = Annotated[
         "--set", metavar="TABLE.KEY=VALUE", help="Change one key of the configuration; may be repeated."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Results to stdout as JSON, everything else to stderr.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Figures to stdout, one JSON object a line; all else to stderr.")
+]
 Ranks = Annotated[
     int | None,
     typer.Option("--ep", min=1, metavar="N", help="Ranks that share the experts, as local processes."),
@@ -87,7 +89,10 @@ def train(
     if summary is None:
         return
     if as_json:
-        typer.echo(json.dumps(summary))
+        from lrmoe.training.run import figures
+
+        for line in figures(summary):
+            typer.echo(json.dumps(line))
     else:
         typer.echo(_describe(summary), err=True)
 
@@ -122,7 +127,7 @@ def _train(settings: dict[str, Any], resume: bool, ep: int | None) -> Mapping[st
 
 def _describe(summary: Mapping[str, Any]) -> str:
     loss = "" if summary["final_loss"] is None else f", loss {summary['final_loss']:.4f}"
-    return f"{summary['folder']}: {summary['steps']} steps{loss}, {summary['seconds']:.0f} s"
+    return f"{summary['folder']}: {summary['steps']} steps{loss}, {summary['train_time_s']:.0f} s"
 
 
 @app.command(epilog="Example: lrmoe compare --preset demo --name demo")

@@ -79,6 +79,15 @@ def test_a_local_checkpoint_is_what_transformers_reads(tmp_path: Path, preset: s
     assert not any(p.is_meta for p in [*found.parameters(), *found.buffers()])
 
 
+def test_tied_embeddings(tmp_path: Path) -> None:
+    config = ModelConfig(overrides={**SHAPE, "tie_word_embeddings": True})
+    model = build(config)
+    model.save_pretrained(tmp_path)
+    found = build(ModelConfig(checkpoint=str(tmp_path)))
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert torch.equal(logits(found), logits(model))
+
+
 def test_several_files_with_an_index(tmp_path: Path) -> None:
     model = saved(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

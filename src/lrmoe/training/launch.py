@@ -78,7 +78,7 @@ def _spawn(folder: Path, rank: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "lrmoe.training.launch", str(folder), str(rank)],
             stdin=subprocess.PIPE,
-            stdout=log,
+            stdout=2 if log is None else log,  # results come back by file: standard output is the caller's
             stderr=log,
             env=environment,
             start_new_session=True,  # an interrupt goes to the parent, which ends all of them

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import math
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,8 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
         path = folder / "metrics.jsonl"
+        if resume_step is None:
+            shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of an earlier run of the same name
         kept = _lines_until(path, resume_step) if resume_step is not None and path.exists() else []
         self._file: IO[str] = path.open("w", encoding="utf-8")
         self._file.writelines(kept)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lrmoe.checkpoint import find_steps, gathered
 from lrmoe.errors import ConfigError
+from lrmoe.telemetry import figure
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
 from lrmoe.training.metrics import MetricsWriter, Progress, StepMetrics
@@ -46,7 +49,7 @@ def train(
     gathered(process.group, lambda: _claim(config, resume) if process.is_main else None)
     trainer = Trainer(config, process.group, device=process.device)
     start = trainer.resume() if resume else 0
-    begin = time.perf_counter()
+    totals = Totals()
     if process.is_main:
         with (
             MetricsWriter(config.folder, start if resume else None) as writer,
@@ -54,13 +57,51 @@ def train(
                 config.train.steps, start=start, every=config.train.log_every, enabled=show_progress
             ) as progress,
         ):
-            last = _loop(trainer, writer, progress)
+            _loop(trainer, totals, writer, progress)
     else:
-        last = _loop(trainer, None, None)
-    summary = _summary(trainer, last, time.perf_counter() - begin)
+        _loop(trainer, totals, None, None)
+    summary = _summary(trainer, totals)
     if process.is_main:
         (config.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Sums over the steps of this invocation; times are wall times, bytes are of all ranks."""
+
+    last_loss: float = math.nan
+    tokens: int = 0
+    pairs: int = 0
+    kept: int = 0
+    step_s: float = 0.0
+    moe_s: float = 0.0
+    wire_bytes: int = 0
+    buffer_peak_bytes: int = 0
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Take one step in."""
+        self.last_loss = metrics.loss
+        self.tokens += metrics.tokens
+        self.pairs += sum(r.pairs for r in metrics.records)
+        self.kept += sum(r.kept for r in metrics.records)
+        self.step_s += metrics.step_ms / 1e3
+        self.moe_s += metrics.moe_ms_wall / 1e3
+        self.wire_bytes += metrics.wire_bytes
+        buffers = (r.buffer_peak_bytes for records in metrics.records_by_rank for r in records)
+        self.buffer_peak_bytes = max(self.buffer_peak_bytes, max(buffers, default=0))
+
+    def summary(self) -> dict[str, Any]:
+        """Under the names of a comparison's systems; null where no step was done."""
+        return {
+            "final_loss": self.last_loss if math.isfinite(self.last_loss) else None,
+            "kept_share": self.kept / self.pairs if self.pairs else None,
+            "tokens_per_s": self.tokens / self.step_s if self.step_s else None,
+            "train_time_s": self.step_s,
+            "moe_time_wall_s": self.moe_s,
+            "wire_bytes": self.wire_bytes,
+            "buffer_peak_bytes": self.buffer_peak_bytes,
+        }
 
 
 def _claim(config: TrainConfig, resume: bool) -> None:
@@ -77,11 +118,11 @@ def _claim(config: TrainConfig, resume: bool) -> None:
         raise ConfigError(f"train.runs={config.train.runs!r}: cannot write to {folder}: {error}") from error
 
 
-def _loop(trainer: Trainer, writer: MetricsWriter | None, progress: Progress | None) -> StepMetrics | None:
+def _loop(trainer: Trainer, totals: Totals, writer: MetricsWriter | None, progress: Progress | None) -> None:
     train = trainer.config.train
-    metrics = None
     while trainer.steps_done < train.steps:
         metrics = trainer.step()
+        totals.add(metrics)
         line = metrics.as_dict() if writer is not None else {}
         done = trainer.steps_done
         if train.eval_every and (done % train.eval_every == 0 or done == train.steps):
@@ -92,10 +133,9 @@ def _loop(trainer: Trainer, writer: MetricsWriter | None, progress: Progress | N
             progress.update(metrics)
         if train.checkpoint_every and (done % train.checkpoint_every == 0 or done == train.steps):
             trainer.save()
-    return metrics
 
 
-def _summary(trainer: Trainer, last: StepMetrics | None, seconds: float) -> dict[str, Any]:
+def _summary(trainer: Trainer, totals: Totals) -> dict[str, Any]:
     config = trainer.config
     return {
         "name": config.train.name,
@@ -103,8 +143,27 @@ def _summary(trainer: Trainer, last: StepMetrics | None, seconds: float) -> dict
         "world_size": trainer.world_size,
         "steps": trainer.steps_done,
         "steps_skipped": trainer.steps_skipped,
-        "final_loss": None if last is None else last.loss,
-        "kept_share": None if last is None else last.kept_share,
-        "seconds": round(seconds, 3),
+        **totals.summary(),
         "checkpoints": [str(path) for path in sorted(checkpoint_root(trainer).glob("step-*"))],
     }
+
+
+# name in the summary -> unit, which way is better
+FIGURES = {
+    "final_loss": ("nats/token", "lower"),
+    "tokens_per_s": ("tokens/s", "higher"),
+    "moe_time_wall_s": ("s", "lower"),
+    "wire_bytes": ("bytes", "lower"),
+    "buffer_peak_bytes": ("bytes", "lower"),
+    "kept_share": ("share", "lower"),
+}
+
+
+def figures(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A summary's figures in the form of all machine-readable evidence, named train.<run>.<quantity>."""
+    context = {"folder": summary["folder"], "world_size": summary["world_size"], "steps": summary["steps"]}
+    return [
+        figure(f"train.{summary['name']}.{name}", summary[name], unit, better, **context)
+        for name, (unit, better) in FIGURES.items()
+        if summary[name] is not None
+    ]
