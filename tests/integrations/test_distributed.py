@@ -153,8 +153,11 @@ def test_fsdp2_without_expert_parallelism(pool2: Pool, saved: dict[str, str]):
 def ddp_equals_eager(path: str, lengths: list[int]) -> None:
     ids = batches(lengths)
     model = load(path, torch.float64)
-    handle = lrmoe_hf.enable(model, EXACT)
+    first = lrmoe_hf.enable(model, EXACT)
     wrapped = DistributedDataParallel(model)
+    first.disable()
+    handle = lrmoe_hf.enable(wrapped, EXACT)  # before or after wrapping: the same names
+    assert handle.layers.keys() == first.layers.keys()
     for _ in range(2):
         actual = step(wrapped, ids[dist.get_rank()])
     idle = [record.counts_E.count(0) for record in handle.telemetry.drain()]

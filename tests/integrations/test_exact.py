@@ -152,6 +152,26 @@ def test_weights_computed_by_an_adapter():
     assert_same(actual, eager, ids)
 
 
+def test_gradients_in_eval_mode_are_complete():
+    eager, ids = make_model("qwen3", dtype=torch.float64).eval(), make_tokens()
+    model = copy.deepcopy(eager)
+    lrmoe_hf.enable(model, PRUNED)
+    assert_same(run(model, ids), eager, ids)
+
+
+def test_autocast_stays_near_the_eager_model():
+    eager, ids = make_model("qwen3"), make_tokens()
+    model = copy.deepcopy(eager)
+    lrmoe_hf.enable(model, EXACT)
+    exact = run(copy.deepcopy(eager).double(), ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual, plain = run(model, ids), run(eager, ids)
+    for name in ("logits", "model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.experts.gate_up_proj"):
+        assert actual[name].dtype == plain[name].dtype
+        error, limit = ((found[name] - exact[name]).norm() for found in (actual, plain))
+        assert error <= 1.5 * limit, name
+
+
 def test_implementation_name_without_enable_is_exact():
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     model = copy.deepcopy(eager)

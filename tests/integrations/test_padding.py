@@ -131,6 +131,15 @@ def test_the_context_closes_when_forward_fails():
     assert model.model.layers[0].mlp(hidden).abs().sum(-1).all()
 
 
+def test_two_models_in_one_container_read_their_own_masks():
+    models = torch.nn.ModuleList([make_model("qwen3"), make_model("glm4")])
+    handle = lrmoe_hf.enable(models, EXACT)
+    ids, mask, labels = padded_batch("right")
+    run(models[0], ids, attention_mask=mask, labels=labels)
+    run(models[1], ids, labels=labels)
+    assert [record.pairs for record in handle.telemetry.drain()] == [22, 22, 32]
+
+
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_generation_with_left_padding(name: str, use_cache: bool):

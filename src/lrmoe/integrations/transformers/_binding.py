@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import UnsupportedError
 from lrmoe.integrations.transformers._compat import EPImplementation
-from lrmoe.integrations.transformers._experts import ExpertsSpec, read_spec
+from lrmoe.integrations.transformers._experts import PROJECTIONS, ExpertsSpec, read_spec
 from lrmoe.layer import MoELayer
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class Binding:
         layer = self.layer
         if layer is None:
             layer = self._exact = self._exact or self.build(EXACT)
-        return layer(
-            hidden_TH, ids_TK, weights_TK, module.gate_up_proj, module.down_proj, training=module.training
-        )
+        # Read at every call: under FSDP, expert parallelism and adapters they are other tensors each time.
+        up_EGH, down_EHI = (getattr(module, projection) for projection in PROJECTIONS)
+        return layer(hidden_TH, ids_TK, weights_TK, up_EGH, down_EHI, training=module.training)
 
 
 def make_binding(module: nn.Module, name: str) -> Binding:

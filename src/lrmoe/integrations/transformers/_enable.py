@@ -22,7 +22,7 @@ from lrmoe.integrations.transformers._binding import (
 from lrmoe.integrations.transformers._compat import ALL_EXPERTS_FUNCTIONS, EPImplementationInterface
 from lrmoe.integrations.transformers._experts import find_experts, read_spec
 from lrmoe.integrations.transformers._handle import Handle
-from lrmoe.integrations.transformers._padding import PaddingHooks, host_of
+from lrmoe.integrations.transformers._padding import PaddingHooks, hosts_of
 from lrmoe.integrations.transformers._summary import SummedTelemetry
 from lrmoe.layer import MoELayer, StepClock
 
@@ -67,9 +67,8 @@ def enable(
         name: binding.build(config, layer=number, clock=clock, telemetry=telemetry)
         for number, (name, binding) in enumerate(bindings.items())
     }
-    hooks = PaddingHooks(host_of(model))
     register()
-    undo: list[Callable[[], None]] = [hooks.remove]
+    undo: list[Callable[[], None]] = [PaddingHooks(host).remove for host in hosts_of(model)]
     spread = next(iter(bindings.values())).group
     handle = Handle(config=config, layers=layers, telemetry=telemetry, clock=clock, group=spread, undo=undo)
     for name, binding in bindings.items():

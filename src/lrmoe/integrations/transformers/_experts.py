@@ -25,6 +25,7 @@ _FLAGS: dict[str, tuple[bool, str]] = {
     "is_concatenated": (True, "gate and up rows interleaved"),
     "has_post_expert_norm": (False, "a norm after every expert"),
 }
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
     "gelu": nn.functional.gelu,
@@ -50,16 +51,23 @@ def is_experts(module: nn.Module) -> bool:
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Experts modules by name, in module order; a module used in two places appears once, under its first name.
 
+    Names are those of the model itself, also where DDP, FSDP, `torch.compile` or checkpointing wraps it.
+
     Raises:
         UnsupportedError: there is none.
     """
-    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    found = {_plain(name): module for name, module in model.named_modules() if is_experts(module)}
     if not found:
         raise UnsupportedError(
             f"{type(model).__name__} has no experts module that lrmoe can run: it looks for classes decorated with "
             "transformers' use_experts_implementation (experts kept in nn.ModuleList are not supported)"
         )
     return found
+
+
+def _plain(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
 
 
 def read_spec(module: nn.Module, name: str) -> ExpertsSpec:

@@ -18,9 +18,15 @@ from lrmoe.integrations.transformers._compat import PreTrainedModel
 from lrmoe.layer import padding
 
 
-def host_of(model: nn.Module) -> nn.Module:
-    """The Transformers model inside `model` (itself, or what DDP or an adapter library wrapped)."""
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+def hosts_of(model: nn.Module) -> list[nn.Module]:
+    """The outermost Transformers models inside `model`: itself, what DDP or an adapter library wrapped, or several."""
+    hosts: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            hosts.append(module)
+            inside.update(module.modules())
+    return hosts
 
 
 class PaddingHooks:
@@ -78,5 +84,5 @@ def token_mask(given: dict[str, Any]) -> torch.Tensor | None:
             f"({batch}, {length}), or more columns when earlier tokens are cached"
         )
     mask_BS = mask_BP[:, -length:] if length else mask_BP[:, :0]
-    mask_BS = mask_BS.to(torch.bool)
+    mask_BS = mask_BS.to(device=tokens.device, dtype=torch.bool)
     return None if bool(mask_BS.all()) else mask_BS
