@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
 RUN := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: venv test lint typecheck format pytest demo docs bench clean help
+.PHONY: venv test lint typecheck format pytest demo docs figures bench clean help
 
 venv: $(STAMP)  ## create .venv with everything installed (the default)
 
@@ -51,6 +51,10 @@ demo: $(STAMP)  ## train with and without LRMoE to the same loss, on two CPU pro
 
 docs: $(STAMP)  ## regenerate the reference pages from the code
 	@$(BIN)/python tools/gen_reference.py
+
+figures: demo  ## run the demo and the layer benchmark, and put their figures into the README
+	@$(BIN)/python benchmarks/layer.py --json > runs/layer.jsonl
+	@$(BIN)/python tools/fill_figures.py runs/demo/summary.json runs/layer.jsonl
 
 bench: $(STAMP)  ## layer times against transformers' own experts, as JSON lines
 	@$(BIN)/python benchmarks/layer.py --json

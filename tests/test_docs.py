@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -34,14 +35,50 @@ def _anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gen_reference", ROOT / "tools" / "gen_reference.py")
+def _tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    return _tool("gen_reference")
+
+
+@pytest.fixture(scope="module")
+def filler() -> ModuleType:
+    return _tool("fill_figures")
+
+
+def _summary(*, reached: bool) -> dict[str, Any]:
+    common = {"steps": 100, "moe_time_wall_s": 8.0, "wire_bytes": 2**31, "backward_peak_rows": 50}
+    fixed = {**common, "reached": True, "moe_time_critical_s": 4.0, "kept_share": 1.0}
+    ours = {**common, "reached": reached, "moe_time_critical_s": 3.0, "kept_share": 0.7}
+    context = {"hardware": {"cores": 2, "cpu": "test"}, "versions": {"torch": "2"}, "date": "2026-01-01"}
+    systems = {"megatron": fixed, "lrmoe": ours}
+    return {"target_loss": 2.5, "world_size": 2, "context": context, "systems": systems}
+
+
+def test_figures_are_filled_between_the_markers(filler: ModuleType) -> None:
+    table = filler.demo_table(_summary(reached=True))
+    assert "| MoE-layer time, critical path (s) | 4.0 | 3.0 | 0.750 |" in table
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    once = filler.fill(readme, table)
+    assert table in once
+    assert filler.fill(once, table) == once
+    outside = re.sub(r"(figures:start -->).*(<!-- figures:end)", r"\1\n\2", once, flags=re.DOTALL)
+    assert outside == re.sub(r"(figures:start -->).*(<!-- figures:end)", r"\1\n\2", readme, flags=re.DOTALL)
+
+
+def test_figures_of_an_unreached_target_are_refused(filler: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"systems\.lrmoe\.reached"):
+        filler.demo_table(_summary(reached=False))
+    with pytest.raises(ValueError, match="figures:start"):
+        filler.fill("no markers", "table")
 
 
 @pytest.mark.parametrize("name", ["configuration.md", "run-file.md", "commands.md"])

@@ -1,0 +1,91 @@
+"""Fill the README's figures from what committed commands wrote; numbers enter the README in no other way.
+
+Usage: python tools/fill_figures.py runs/demo/summary.json [runs/layer.jsonl]
+`make figures` makes both files and runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+REGION = re.compile(r"(<!-- figures:start -->\n).*?(<!-- figures:end -->)", re.DOTALL)
+QUANTITIES = {
+    "steps": ("steps", 1, 0),
+    "MoE-layer time, critical path (s)": ("moe_time_critical_s", 1, 1),
+    "MoE-layer time, wall (s)": ("moe_time_wall_s", 1, 1),
+    "bytes on the wire (GiB)": ("wire_bytes", 2**30, 2),
+    "peak rows of a rank in backward": ("backward_peak_rows", 1, 0),
+    "share of pairs kept in backward": ("kept_share", 1, 3),
+}
+LAYER_QUANTITY = re.compile(r"layer\.(fp32|bf16)\.(drop[\d.]+|masked_twin)\.(\w+)")
+
+
+def demo_table(summary: dict[str, Any]) -> str:
+    """Fixed ownership beside lrmoe, and their ratio.
+
+    Raises:
+        ValueError: a system did not reach the target loss: its figures would compare unequal things.
+    """
+    fixed, ours = summary["systems"]["megatron"], summary["systems"]["lrmoe"]
+    for name, system in (("megatron", fixed), ("lrmoe", ours)):
+        if not system["reached"]:
+            raise ValueError(f"systems.{name}.reached is false: no figures without the target loss")
+    rows = ["| | fixed ownership | lrmoe | lrmoe / fixed |", "|---|---|---|---|"]
+    for label, (key, unit, digits) in QUANTITIES.items():
+        left, right = fixed[key] / unit, ours[key] / unit
+        rows.append(f"| {label} | {left:.{digits}f} | {right:.{digits}f} | {right / left:.3f} |")
+    head = f"`make demo`: training to loss {summary['target_loss']:g}, {summary['world_size']} processes, "
+    return "\n".join([head + _where(summary["context"]) + ":", "", *rows])
+
+
+def layer_table(lines: list[dict[str, Any]]) -> str:
+    """Every ratio that benchmarks/layer.py printed."""
+    rows = ["| figure | value |", "|---|---|"]
+    rows += [f"| `{item['name']}` | {item['value']:.3f} |" for item in lines if _is_ratio(item)]
+    head = f"`make bench`, {_where(lines[0]['context'])}; `over` is ours / other, below 1 is better:"
+    return "\n".join([head, "", *rows])
+
+
+def _is_ratio(item: dict[str, Any]) -> bool:
+    found = LAYER_QUANTITY.fullmatch(item["name"])
+    return found is not None and ("over_" in found[3] or found[3].endswith("_share"))
+
+
+def _where(context: dict[str, Any]) -> str:
+    hardware, versions = context["hardware"], context["versions"]
+    device = hardware.get("cuda") or f"{hardware['cores']} cores of {hardware['cpu']}"
+    return f"{device}, torch {versions['torch']}, {context['date']}"
+
+
+def fill(readme: str, figures: str) -> str:
+    """The README with `figures` between its markers.
+
+    Raises:
+        ValueError: the markers are missing.
+    """
+    if not REGION.search(readme):
+        raise ValueError("README.md: no <!-- figures:start --> ... <!-- figures:end -->")
+    return REGION.sub(lambda found: f"{found[1]}{figures}\n{found[2]}", readme)
+
+
+def main() -> int:
+    """Read the files, write the README."""
+    parser = argparse.ArgumentParser(description="Fill the README's figures.")
+    parser.add_argument("summary", type=Path, help="summary.json of the demo")
+    parser.add_argument("layer", type=Path, nargs="?", help="JSON lines of benchmarks/layer.py")
+    paths = parser.parse_args()
+    parts = [demo_table(json.loads(paths.summary.read_text(encoding="utf-8")))]
+    if paths.layer:
+        parts.append(layer_table([json.loads(line) for line in paths.layer.read_text().splitlines() if line]))
+    README.write_text(fill(README.read_text(encoding="utf-8"), "\n\n".join(parts)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
