@@ -35,8 +35,8 @@ class Process:
         return self.rank == 0
 
 
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device.
+def pick_device(name: str) -> torch.device:
+    """`auto`, `cpu` or `cuda` as this process's device; torchrun's LOCAL_RANK chooses among several.
 
     Raises:
         ConfigError: `cuda` is asked for and there is none, or fewer devices than local ranks.
@@ -45,10 +45,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
-            f"train.device={name!r}: this machine has {count} CUDA devices, local rank {local_rank} needs one more"
+            f"train.device={name!r}: PyTorch sees {count} CUDA devices here, local rank {local_rank} needs its own"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -62,7 +62,7 @@ def joined(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Proces
     A group that exists already is used and left as it is. Without torchrun's variables the process is alone.
     """
     ours = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    where = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    where = pick_device(device)
     if ours:
         dist.init_process_group(
             "nccl" if where.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
