@@ -136,6 +136,7 @@ def test_an_unreached_target_exits_with_1_and_prints_json(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"overrides": ["train.runs='/dev/null'"]}, "train.runs='/dev/null': cannot write"),
         ({"preset": "nope"}, "preset='nope'"),
         ({"systems": ["nope"]}, "systems='nope'"),
         ({"ep": 1}, r"compare\.ep=1"),

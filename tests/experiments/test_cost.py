@@ -56,7 +56,7 @@ def test_totals_over_ranks() -> None:
     assert cost.wire_bytes == 400 + 100 + 1200 + 500
     assert cost.wall_ms == 2 * 14, "the rank with most wall time, not the sum of each phase's slowest"
     assert (cost.pairs, cost.kept, cost.kept_share) == (200, 140, 0.7)
-    assert (cost.forward_peak_rows, cost.backward_peak_rows) == (60, 35)
+    assert (cost.forward_peak_rows, cost.backward_peak_rows) == (120, 70)
 
 
 def test_buffers_are_all_stashes_and_one_transient_of_the_fullest_rank() -> None:
@@ -130,6 +130,7 @@ def test_time_to_loss_is_summed_until_the_smoothed_loss_first_arrives() -> None:
     assert summary["moe_time_critical_s"] == pytest.approx(4 * step_cost(two_ranks()).critical_s(LINK))
     assert summary["moe_time_wall_s"] == pytest.approx(4 * 28e-3)
     assert (summary["wire_bytes"], summary["tokens"], summary["kept_share"]) == (4 * 2200, 400, 0.7)
+    assert (summary["forward_peak_rows"], summary["backward_peak_rows"]) == (60, 35)
     assert summary["call_ms"] == {
         "experts": pytest.approx(5.5),
         "pack": pytest.approx(3.0),

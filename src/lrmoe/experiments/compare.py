@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from lrmoe.checkpoint import agreed
-from lrmoe.errors import LRMoEError
+from lrmoe.errors import ConfigError, LRMoEError
 from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.cost import LINK_RULE, link_speed, step_cost
 from lrmoe.experiments.lane import Lane
@@ -29,6 +29,8 @@ from lrmoe.training.data import Corpus
 from lrmoe.training.launch import run_workers
 from lrmoe.training.loop import Trainer
 
+_STATED = "Link speed: as stated in the configuration."
+_NO_LINK = f"No link speed, so no critical path: it needs {BASELINE}, or compare.link_bytes_per_s."
 SAME_LOSS = 1e-5  # relative: first losses of systems that started from the same weights and data
 
 
@@ -39,11 +41,16 @@ def compare(experiment: Experiment) -> dict[str, Any]:
         The summary. A system that does not reach the target within `max_steps` has `reached` false.
 
     Raises:
+        ConfigError: the folder cannot be written.
         LRMoEError: a worker failed.
     """
     folder = experiment.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    experiment.write(folder / "config.toml")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        experiment.write(folder / "config.toml")
+    except OSError as error:
+        runs = experiment.train.train.runs
+        raise ConfigError(f"train.runs={runs!r}: cannot write to {folder}: {error}") from error
     begin = time.monotonic()
     found = run_workers("lrmoe.experiments.compare:contest", experiment.compare.ep, (experiment,))[0]
     summary = {**_header(experiment), **found, "total_s": time.monotonic() - begin}
@@ -134,9 +141,11 @@ class _Link:
 
     def __init__(self, experiment: Experiment, lanes: Sequence[Lane]) -> None:
         self.bytes_per_s = experiment.compare.link_bytes_per_s
-        self.rule = LINK_RULE if self.bytes_per_s is None else "Link speed: as stated in the configuration."
+        self.rule = _STATED if self.bytes_per_s is not None else LINK_RULE
         self._skip, self._steps = experiment.compare.link_skip_steps, experiment.compare.link_steps
         self._lane = next((lane for lane in lanes if lane.system.name == BASELINE), None)
+        if self._lane is None and self.bytes_per_s is None:
+            self.rule = _NO_LINK
 
     def settle(self, final: bool = False) -> None:
         """Take the speed as soon as the steps are in; at the end from the steps there are."""

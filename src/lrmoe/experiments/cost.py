@@ -47,7 +47,7 @@ class StepCost:
         critical_bytes: sum over calls and phases of the most bytes that any rank sent to others.
         wire_bytes: bytes sent to other ranks, summed over calls, phases and ranks.
         pairs, kept: (token, expert) pairs of the step, and those that backward kept.
-        forward_peak_rows, backward_peak_rows: most rows of any rank in any call.
+        forward_peak_rows, backward_peak_rows: sum over calls of the rows of the most loaded rank.
         buffer_bytes: largest over ranks of the token buffers that are alive together: the stashes of a micro-batch's
             calls, plus the most that one call needs beside its stash.
         nonfinite_scores: scores that were not finite.
@@ -102,8 +102,8 @@ def step_cost(records_by_rank: Sequence[Sequence[CallRecord]]) -> StepCost:
         wire_bytes=sum(record.wire_bytes for records in records_by_rank for record in records),
         pairs=sum(call[0].pairs for call in calls),
         kept=sum(call[0].kept for call in calls),
-        forward_peak_rows=max((max(call[0].forward_load_R) for call in calls), default=0),
-        backward_peak_rows=max((max(call[0].backward_load_R) for call in calls), default=0),
+        forward_peak_rows=sum(max(call[0].forward_load_R) for call in calls),
+        backward_peak_rows=sum(max(call[0].backward_load_R) for call in calls),
         buffer_bytes=max(_buffer_bytes(records) for records in records_by_rank),
         nonfinite_scores=sum(record.nonfinite_scores for records in records_by_rank for record in records),
         loads=_loads(calls),

@@ -80,6 +80,7 @@ class Lane:
     def summary(self, link_bytes_per_s: float | None) -> dict[str, Any]:
         """The system's entry of summary.json; critical times are null where no link speed could be taken."""
         costs = [line.cost for line in self.lines]
+        calls = sum(c.calls for c in costs) or 1
         pairs, kept = sum(c.pairs for c in costs), sum(c.kept for c in costs)
         last = self.lines[-1] if self.lines else None
         return {
@@ -93,18 +94,17 @@ class Lane:
             "wire_bytes": sum(c.wire_bytes for c in costs),
             "buffer_peak_bytes": max((c.buffer_bytes for c in costs), default=0),
             "kept_share": kept / pairs if pairs else 1.0,
-            "forward_peak_rows": max((c.forward_peak_rows for c in costs), default=0),
-            "backward_peak_rows": max((c.backward_peak_rows for c in costs), default=0),
+            "forward_peak_rows": sum(c.forward_peak_rows for c in costs) / calls,
+            "backward_peak_rows": sum(c.backward_peak_rows for c in costs) / calls,
             "nonfinite_scores": sum(c.nonfinite_scores for c in costs),
             "tokens": sum(line.tokens for line in self.lines),
-            "call_ms": self._call_ms(link_bytes_per_s),
+            "call_ms": self._call_ms(calls, link_bytes_per_s),
             "fairness": self._fairness(),
             "config": self.config.to_dict(),
         }
 
-    def _call_ms(self, link_bytes_per_s: float | None) -> dict[str, float]:
+    def _call_ms(self, calls: int, link_bytes_per_s: float | None) -> dict[str, float]:
         """Mean milliseconds of a layer call per phase on the critical path; "wire" is the link's part."""
-        calls = sum(line.cost.calls for line in self.lines) or 1
         total: dict[str, float] = defaultdict(float)
         for line in self.lines:
             for phase, ms in line.cost.phase_ms.items():

@@ -96,12 +96,13 @@ _HEADLINE: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("MoE-layer time, critical path", "moe_time_critical_s", seconds),
     ("MoE-layer time, wall", "moe_time_wall_s", seconds),
     ("bytes on the wire", "wire_bytes", size),
-    ("peak rows of a rank, forward", "forward_peak_rows", _count),
-    ("peak rows of a rank, backward", "backward_peak_rows", _count),
+    ("rows of the fullest rank, forward", "forward_peak_rows", _count),
+    ("rows of the fullest rank, backward", "backward_peak_rows", _count),
     ("layer buffers, peak of a rank", "buffer_peak_bytes", size),
     ("pairs kept in backward", "kept_share", percent),
     ("loss of the last step", "final_loss", _loss),
 )
+_HEADLINE_NOTE = "Rows of the fullest rank: mean over layer calls, exact warm-up steps included."
 _COMPARED = frozenset(name for _, name, _ in _HEADLINE) - {"kept_share", "final_loss"}
 
 
@@ -112,7 +113,8 @@ def _compare_headline(run: Run) -> Table:
         title=f"Training to loss {number(run.target_loss)}",
         columns=("", *(system.name for system in run.systems)),
         rows=[reached, *rows],
-        note=f"In brackets: against {run.baseline.name}." if run.baseline and len(run.systems) > 1 else "",
+        note=_HEADLINE_NOTE
+        + (f" In brackets: against {run.baseline.name}." if run.baseline and len(run.systems) > 1 else ""),
     )
 
 
