@@ -138,6 +138,24 @@ def test_ep2_in_float64_equals_transformers_all_to_all(pool2: Pool, saved: dict[
     pool2.run(ep_equals_all_to_all, saved["qwen3"], limit_s=LIMIT_S)
 
 
+def mixed_precision_is_as_near_as_all_to_all(path: str) -> None:
+    ids = batches([12, 5])
+    layout = {"fsdp_size": 2, "ep_size": 2, "fsdp_mixed_precision": True}
+    plain = step(load(path, torch.float32, **layout, ep_implementation="all_to_all"), ids[dist.get_rank()])
+    model = load(path, torch.float32, **layout, ep_implementation="lrmoe")
+    lrmoe_hf.enable(model, EXACT)
+    actual, exact = step(model, ids[dist.get_rank()]), reference(path, torch.float64, ids)
+    for name, value in actual.items():
+        assert value.dtype == plain[name].dtype
+        error, limit = ((found[name].double() - exact[name]).norm() for found in (actual, plain))
+        assert error <= 1.5 * limit + 1e-3 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4"])
+def test_ep2_under_mixed_precision(pool2: Pool, saved: dict[str, str], name: str):
+    pool2.run(mixed_precision_is_as_near_as_all_to_all, saved[name], limit_s=LIMIT_S)
+
+
 def fsdp_equals_eager(path: str, dtype: torch.dtype) -> None:
     ids = batches([12, 5])
     model = load(path, dtype, fsdp_size=2)

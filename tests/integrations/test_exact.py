@@ -172,6 +172,26 @@ def test_autocast_stays_near_the_eager_model():
         assert error <= 1.5 * limit, name
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler itself
+def test_compiled_model_equals_eager_model():
+    eager = make_model("qwen3")
+    model = copy.deepcopy(eager)
+    handle = lrmoe_hf.enable(model, EXACT)
+    compiled = torch.compile(model, backend="aot_eager")
+    for length in (12, 7):
+        ids = make_tokens(2, length)
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = 0
+        for inputs in ({}, {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}):
+            actual = {
+                key.removeprefix("_orig_mod."): value for key, value in run(compiled, ids, **inputs).items()
+            }
+            pairs = {record.pairs for record in handle.telemetry.drain()}
+            assert pairs == {2 * (2 * length - (3 if inputs else 0))}
+            if not inputs:
+                assert_same(actual, eager, ids)
+
+
 def test_implementation_name_without_enable_is_exact():
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     model = copy.deepcopy(eager)

@@ -68,6 +68,7 @@ class Binding:
             **context,
         )
 
+    @torch.compiler.disable  # counts are read to the host, collectives wait: a graph break, nothing else
     def run(
         self, module: nn.Module, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
