@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lrmoe.errors import ConfigError, InputError, LRMoEError, PlanError, RankError
-from lrmoe.layer import MoELayer, StepClock
+from lrmoe.layer import MoELayer
 from tests.distributed.calls import merge
 from tests.distributed.pool import Outcome, Pool
 from tests.layer.harness import build, exact, forward, leaves, pruning, run
@@ -81,11 +81,12 @@ def one_rank_is_bad_everywhere() -> tuple[str, str, bool]:
 def disagree(what: str) -> tuple[str, str]:
     """Worker: the ranks call the same layer in ways that do not fit together."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    case = CASE.to(torch.float32) if what == "dtype" and rank else CASE
-    clock = StepClock()
-    if what == "step" and rank:
-        clock.advance()
-    layer = build(case, pruning(), group=group)
+    case = CASE.to(torch.float32) if what == "autocast" or (what == "dtype" and rank) else CASE
+    config = pruning()
+    if rank and what.startswith("config "):
+        name, value = what.removeprefix("config ").split("=")
+        config = config.replace(**{name: type(getattr(config, name))(value)})
+    layer = build(case, config, group=group)
     if what == "step" and rank:
         layer.clock.advance()
     needs = GRADS[1:] if what == "gradients" and rank else GRADS
@@ -94,7 +95,8 @@ def disagree(what: str) -> tuple[str, str]:
     ):  # an extra call in evaluation must not count, so this is no disagreement
         layer.controller.next_moment()
     try:
-        out = forward(layer, case, leaves(case, needs, group), training=not (what == "training" and rank))
+        with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast" and rank == 1):
+            out = forward(layer, case, leaves(case, needs, group), training=not (what == "training" and rank))
         out.backward(case.grad_out)
     except LRMoEError as error:
         dist.barrier()
@@ -106,6 +108,11 @@ def disagree(what: str) -> tuple[str, str]:
     ("what", "word"),
     [
         ("dtype", "dtype"),
+        ("autocast", "dtype"),
+        ("config max_drop=0.2", "configuration"),
+        ("config seed=1", "configuration"),
+        ("config estimator=topk", "configuration"),
+        ("config score=alpha", "configuration"),
         ("step", "step"),
         ("gradients", "gradient"),
         ("training", "training"),
@@ -116,6 +123,19 @@ def test_ranks_that_disagree_are_told_so(pool2: Pool, what: str, word: str) -> N
     for kind, text in pool2.run(disagree, what, limit_s=20):
         assert kind == RankError.__name__
         assert word in text
+
+
+def wider_rows_on_one_rank() -> Any:
+    """Worker: the same weights everywhere; one rank's input is wider, which the layer casts: no disagreement."""
+    case = CASE.to(torch.bfloat16)
+    if dist.get_rank():
+        case = dataclasses.replace(case, hidden=case.hidden.float(), grad_out=case.grad_out.float())
+    return run(case, exact(), group=dist.group.WORLD).result.out.float()
+
+
+def test_rows_of_another_dtype_on_one_rank_are_cast(pool2: Pool) -> None:
+    ours, theirs = pool2.run(wider_rows_on_one_rank)
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 def build_with(num_experts: int) -> str:

@@ -44,25 +44,14 @@ class Header:
     dtype: int = 0
     training: int = 0
     gradients: int = 0
+    config: int = 0
 
-    WIDTH = 8
-    AGREE = ("step", "micro_batch", "hidden", "dtype", "training", "gradients")
+    WIDTH = 9
+    AGREE = ("config", "step", "micro_batch", "hidden", "dtype", "training", "gradients")
 
     def to_ints(self) -> IntArray:
-        """int64 (WIDTH,), in field order."""
-        return np.array(
-            [
-                self.fault,
-                self.tokens,
-                self.step,
-                self.micro_batch,
-                self.hidden,
-                self.dtype,
-                self.training,
-                self.gradients,
-            ],
-            dtype=np.int64,
-        )
+        """int64 (WIDTH,), in the order of the table's columns."""
+        return np.array([getattr(self, name) for name in _COLUMNS], dtype=np.int64)
 
 
 _COLUMNS = ("fault", "tokens", *Header.AGREE)
@@ -90,10 +79,11 @@ class HeaderTable:
 
 
 _MEANING = {
+    "config": "the configuration (hash; seed and all limits must be the same on every rank)",
     "step": "the optimizer step (did every rank step its clock?)",
     "micro_batch": "the number of calls in this step (did every rank call the layer equally often?)",
     "hidden": "the hidden size of the input",
-    "dtype": "the dtype (code) of the input",
+    "dtype": "the dtype (code) experts compute in: their weights' or autocast's",
     "training": "training or evaluation mode",
     "gradients": "which tensors need gradients (bits: input 1, routing weights 2, gate_up 4, down 8)",
 }

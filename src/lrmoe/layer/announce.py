@@ -5,6 +5,7 @@ Shape letters: R ranks, E experts, L local experts.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,13 +44,16 @@ class Announcer:
         self, *, config: LRMoEConfig, comm: Comm, topology: Topology, controller: Controller, hidden: int
     ) -> None:
         self._config = config
+        self._config_hash = zlib.crc32(repr(config).encode())
         self._comm = comm
         self._topology = topology
         self._controller = controller
         self._hidden = hidden
         self._policy = get_policy(config.policy)
 
-    def plan(self, inputs: Inputs, moment: Moment | None, gradients: int) -> tuple[Planned, Tensor]:
+    def plan(
+        self, inputs: Inputs, moment: Moment | None, gradients: int, compute_dtype: torch.dtype
+    ) -> tuple[Planned, Tensor]:
         """Count this rank's pairs, tell all ranks, plan.
 
         Returns:
@@ -61,7 +65,7 @@ class Announcer:
         clock = PhaseClock(inputs.x_TH.device)
         with clock.phase("plan"):
             order, counts_E = sort_pairs(inputs.ids_TK, self._topology.experts)
-            header = self._header(inputs, moment, gradients)
+            header = self._header(inputs, moment, gradients, compute_dtype)
             counts_RE, score_mean_E = self._gather(header, counts_E)
             prune = moment is not None and moment.prune and gradients > 0
             problem = make_problem(
@@ -82,15 +86,18 @@ class Announcer:
         nothing = torch.zeros(self._topology.experts, dtype=torch.int64, device=device)
         self._comm.all_gather_ints(self._message(Header(fault=int(fault)), nothing))
 
-    def _header(self, inputs: Inputs, moment: Moment | None, gradients: int) -> Header:
+    def _header(
+        self, inputs: Inputs, moment: Moment | None, gradients: int, compute_dtype: torch.dtype
+    ) -> Header:
         return Header(
             tokens=inputs.x_TH.shape[0],
             step=0 if moment is None else moment.step,
             micro_batch=0 if moment is None else moment.micro_batch,
             hidden=self._hidden,
-            dtype=_DTYPE_CODES[inputs.x_TH.dtype],
+            dtype=_DTYPE_CODES[compute_dtype],
             training=int(moment is not None),
             gradients=gradients,
+            config=self._config_hash,
         )
 
     def _message(self, header: Header, counts_E: Tensor) -> Tensor:

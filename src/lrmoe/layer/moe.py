@@ -141,7 +141,7 @@ class MoELayer:
         else:
             moment = self.controller.next_moment() if training else None
             planned, order = self._announcer.plan(
-                inputs, moment, gradient_bits(inputs, gate_up_proj, down_proj)
+                inputs, moment, gradient_bits(inputs, gate_up_proj, down_proj), _compute_dtype(gate_up_proj)
             )
             if training and may_recompute():
                 self._replay.put(token, FirstForward(ids_TK=self._stored(inputs.ids_TK), planned=planned))
