@@ -10,23 +10,47 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lrmoe.errors import PlanError
 from lrmoe.planning.problem import IntArray, Problem, Topology
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LayerPlan:
-    """Where every pair of one layer call runs forward, and how many pairs of each expert backward keeps.
+class Traffic:
+    """Expert weights and gradients that a plan moves, in experts per rank, int64 (R,) each.
 
     Attributes:
-        topology: ranks, experts, homes.
+        fetch_R: weights received for the call's forward. refetch_R: received again for its backward.
+        return_R: gradients sent to their homes. state_R: optimizer states received (a change of ownership).
+        resident_R: foreign weight slots the rank holds all the time, per layer (shared slots are not resident).
+    """
+
+    fetch_R: IntArray
+    refetch_R: IntArray
+    return_R: IntArray
+    state_R: IntArray
+    resident_R: IntArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerPlan:
+    """Where every pair of one layer call runs, forward and backward, and how many pairs of each expert backward keeps.
+
+    Attributes:
+        topology: ranks, nodes, experts, homes.
         counts_RE: int64 (R, E), the counts the plan was made for.
-        instance_expert_J: int64 (J,), expert of each instance, in the order (rank, expert).
+        instance_expert_J: int64 (J,), expert of each instance, in the order (rank, expert); several copies of one
+            expert on one rank are one instance.
         instance_rank_J: int64 (J,), rank of each instance.
         assign_RJ: int64 (R, J), pairs that source rank r sends to instance j.
         quota_E: int64 (E,), pairs of each expert that backward keeps.
-        reason: why pairs are left out: "off", "always" or "overload".
+        reason: why pairs are left out: "off", "always", "overload" or "budget".
+        backward_J: int64 (J,), kept pairs that each instance runs in backward; None: every kept pair at home.
+        overflow_RE: int64 (R, E), pairs that not even forward computes (capacity drop), or None.
+        traffic: what the plan moves besides rows; None: each foreign instance is fetched, fetched again and returned.
+        forward_chunks, backward_chunks: parts in which each rank's rows run.
+        recompute: whether the budget forbids stashed activations.
     """
 
     topology: Topology
@@ -36,6 +60,12 @@ class LayerPlan:
     assign_RJ: IntArray
     quota_E: IntArray
     reason: str = "off"
+    backward_J: IntArray | None = None
+    overflow_RE: IntArray | None = None
+    traffic: Traffic | None = None
+    forward_chunks: int = 1
+    backward_chunks: int = 1
+    recompute: bool = False
 
     @classmethod
     def at_home(cls, problem: Problem, quota_E: IntArray, reason: str) -> LayerPlan:
@@ -80,13 +110,44 @@ class LayerPlan:
 
     @cached_property
     def backward_load_R(self) -> IntArray:
-        """Rows each rank's experts run in backward when kept pairs run at home, int64 (R,)."""
-        return self.quota_E.reshape(self.topology.ranks, -1).sum(axis=1)
+        """Rows each rank's experts run in backward, int64 (R,)."""
+        if self.backward_J is None:
+            return self.quota_E.reshape(self.topology.ranks, -1).sum(axis=1)
+        load = np.zeros(self.topology.ranks, dtype=np.int64)
+        np.add.at(load, self.instance_rank_J, self.backward_J)
+        return load
+
+    @cached_property
+    def foreign_J(self) -> NDArray[np.bool_]:
+        """Whether each instance lives away from its expert's home, bool (J,)."""
+        return self.topology.home_E[self.instance_expert_J] != self.instance_rank_J
+
+    @cached_property
+    def replicas_R(self) -> IntArray:
+        """Foreign instances on each rank, int64 (R,)."""
+        return np.bincount(self.instance_rank_J[self.foreign_J], minlength=self.topology.ranks).astype(
+            np.int64
+        )
+
+    @cached_property
+    def moved(self) -> Traffic:
+        """What the plan moves besides rows."""
+        if self.traffic is not None:
+            return self.traffic
+        none = np.zeros_like(self.replicas_R)
+        return Traffic(
+            fetch_R=self.replicas_R,
+            refetch_R=self.replicas_R,
+            return_R=self.replicas_R,
+            state_R=none,
+            resident_R=none,
+        )
 
     def fingerprint(self) -> int:
         """A 63-bit hash of the whole plan: equal on all ranks iff the plans are."""
         digest = hashlib.blake2b(digest_size=8)
-        for array in (self.instance_expert_J, self.instance_rank_J, self.assign_RJ, self.quota_E):
+        optional = [array for array in (self.backward_J, self.overflow_RE) if array is not None]
+        for array in (self.instance_expert_J, self.instance_rank_J, self.assign_RJ, self.quota_E, *optional):
             digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         return int.from_bytes(digest.digest(), "little") >> 1
 
@@ -118,6 +179,8 @@ class LayerPlan:
             raise PlanError("assign_RJ holds negative counts")
         sent = np.zeros_like(problem.counts_RE)
         np.add.at(sent.T, self.instance_expert_J, self.assign_RJ.T)
+        if self.overflow_RE is not None:
+            sent = sent + self.overflow_RE
         if not np.array_equal(sent, problem.counts_RE):
             rank, expert = map(int, np.argwhere(sent != problem.counts_RE)[0])
             raise PlanError(
@@ -126,7 +189,10 @@ class LayerPlan:
             )
 
     def _check_quotas(self, problem: Problem) -> None:
-        low, high, quota = problem.floor_E, problem.counts_E, self.quota_E
+        high, quota = problem.counts_E, self.quota_E
+        if self.overflow_RE is not None:
+            high = high - self.overflow_RE.sum(axis=0)
+        low = np.minimum(problem.floor_E, high)
         if quota.shape != high.shape:
             raise PlanError(f"quota_E has shape {quota.shape}: must be (experts,) = {high.shape}")
         bad = np.flatnonzero((quota < low) | (quota > high))
@@ -135,6 +201,23 @@ class LayerPlan:
             raise PlanError(
                 f"quota of expert {e} is {int(quota[e])}: must lie in [{int(low[e])}, {int(high[e])}]"
             )
-        dropped = problem.pairs - int(quota.sum())
+        dropped = int(high.sum()) - int(quota.sum())
         if dropped > problem.drop_cap:
             raise PlanError(f"{dropped} pairs left out: the cap is {problem.drop_cap} of {problem.pairs}")
+
+    def _check_backward(self) -> None:
+        if self.backward_J is None:
+            return
+        if self.backward_J.shape != self.instance_rank_J.shape or (
+            self.backward_J.size and self.backward_J.min() < 0
+        ):
+            raise PlanError(
+                f"backward_J has shape {self.backward_J.shape}: must be non-negative, (instances,)"
+            )
+        kept = np.zeros(self.topology.experts, dtype=np.int64)
+        np.add.at(kept, self.instance_expert_J, self.backward_J)
+        if not np.array_equal(kept, self.quota_E):
+            e = int(np.flatnonzero(kept != self.quota_E)[0])
+            raise PlanError(
+                f"backward runs {int(kept[e])} pairs of expert {e} and its quota is {int(self.quota_E[e])}"
+            )

@@ -1,4 +1,4 @@
-"""The question put to a planner: loads, layout, limits.
+"""The question put to a planner: loads, layout, limits, history.
 
 Shape letters: R ranks, E experts.
 """
@@ -6,11 +6,15 @@ Shape letters: R ranks, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lrmoe.errors import PlanError
+
+if TYPE_CHECKING:
+    from lrmoe.planning.plan import LayerPlan
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -20,16 +24,17 @@ MAX_PAIRS = 2**62  # sums of counts must not leave int64
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Ranks of the expert-parallel group and the home of every expert.
+    """Ranks of the expert-parallel group, their nodes, and the home of every expert.
 
-    Experts live in contiguous blocks: home(e) = e // (experts / ranks).
+    Experts live in contiguous blocks: home(e) = e // (experts / ranks); ranks fill nodes in order.
 
     Raises:
-        PlanError: fewer experts than ranks, or experts not divisible by ranks.
+        PlanError: fewer experts than ranks, experts not divisible by ranks, or ranks not divisible by ranks_per_node.
     """
 
     ranks: int
     experts: int
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.experts < 1:
@@ -38,6 +43,10 @@ class Topology:
             raise PlanError(
                 f"experts={self.experts} cannot be split evenly over ranks={self.ranks}: "
                 "the number of experts must be a multiple of the expert-parallel size"
+            )
+        if self.ranks_per_node is not None and (self.ranks_per_node < 1 or self.ranks % self.ranks_per_node):
+            raise PlanError(
+                f"ranks_per_node={self.ranks_per_node}: must be at least 1 and divide ranks={self.ranks}"
             )
 
     @property
@@ -50,6 +59,31 @@ class Topology:
         """Home rank of every expert, int64 (E,)."""
         return np.arange(self.experts, dtype=np.int64) // self.experts_per_rank
 
+    @property
+    def nodes(self) -> int:
+        """Number of nodes; 1 where nothing is said about them."""
+        return 1 if self.ranks_per_node is None else self.ranks // self.ranks_per_node
+
+    @property
+    def node_R(self) -> IntArray:
+        """Node of every rank, int64 (R,)."""
+        return np.arange(self.ranks, dtype=np.int64) // (self.ranks_per_node or self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class History:
+    """What a history-based policy may know: past calls of the same layer, never the current one.
+
+    Attributes:
+        counts: int64 (R, E) arrays, oldest first, at most as many as the caller keeps.
+        previous: the plan of the last call, or None.
+        step: calls made before this one.
+    """
+
+    counts: tuple[IntArray, ...] = ()
+    previous: LayerPlan | None = None
+    step: int = 0
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
@@ -57,24 +91,38 @@ class Problem:
 
     Attributes:
         counts_RE: int64 (R, E), pairs from source rank r routed to expert e.
-        topology: ranks, experts, homes.
+        topology: ranks, nodes, experts, homes.
+        slots: foreign expert copies a rank may hold.
         max_drop: cap on the share of all pairs that backward may leave out, in [0, 1).
-        drop: "always" (leave out the whole cap) or "overload" (the fewest that reach `peak_target`).
+        drop: "always" (leave out the whole cap) or "overload" (the fewest that reach `peak_target` or the budget).
         min_keep: least kept pairs of an expert that has any.
         peak_target: in mean loads of the complete call; read by "overload" only.
         score_mean_E: float64 (E,) or None, running mean of the score per pair of each expert, from past calls.
+        budget_rows: rows that fit a rank, replicas included, or None for no limit.
+        replica_rows: memory of one replica, in rows.
+        move_rows: extra rows (mu) that a pair counts where backward runs it at another rank than forward.
+        wire_rows: most rows that may enter a rank from others, or None.
+        local_rows: least pairs a replica must make local to be worth its traffic, or None for balance only.
+        history: past calls, for policies that plan from them.
 
     Raises:
-        PlanError: negative or non-integer counts, a wrong shape, or sums that would leave int64.
+        PlanError: negative or non-integer counts, a wrong shape, sums that would leave int64, a field out of range.
     """
 
     counts_RE: IntArray
     topology: Topology
+    slots: int = 0
     max_drop: float = 0.0
     drop: str = "always"
     min_keep: int = 1
     peak_target: float = 1.0
     score_mean_E: FloatArray | None = None
+    budget_rows: int | None = None
+    replica_rows: int = 0
+    move_rows: float = 0.0
+    wire_rows: int | None = None
+    local_rows: int | None = None
+    history: History | None = None
 
     def __post_init__(self) -> None:
         counts = np.asarray(self.counts_RE)
@@ -85,13 +133,30 @@ class Problem:
             raise PlanError(f"counts_RE has shape {counts.shape}: must be (ranks, experts) = {shape}")
         if counts.size and int(counts.min()) < 0:
             raise PlanError(f"counts_RE holds {int(counts.min())}: counts must be non-negative")
-        if sum(int(row) for row in counts.astype(object).sum(axis=1)) >= MAX_PAIRS:
+        # A float bound first: exact big integers only where the sum could really leave int64.
+        if (
+            float(counts.sum(dtype=np.float64)) >= MAX_PAIRS / 2
+            and int(counts.astype(object).sum()) >= MAX_PAIRS
+        ):
             raise PlanError("counts_RE sums to 2^62 or more: too many pairs for one call")
         if not 0 <= self.max_drop < 1:
             raise PlanError(f"max_drop={self.max_drop}: must lie in [0, 1)")
         if self.drop not in ("always", "overload"):
             raise PlanError(f"drop={self.drop!r}: must be 'always' or 'overload'")
+        self._check_limits()
         object.__setattr__(self, "counts_RE", np.ascontiguousarray(counts, dtype=np.int64))
+
+    def _check_limits(self) -> None:
+        foreign = self.topology.experts - self.topology.experts_per_rank
+        if not 0 <= self.slots <= max(foreign, 0):
+            raise PlanError(f"slots={self.slots}: must lie in [0, {foreign}], the experts homed elsewhere")
+        for name in ("budget_rows", "wire_rows", "local_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name}={value}: must be at least 1, or None for no limit")
+        for name in ("replica_rows", "move_rows", "min_keep"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"{name}={getattr(self, name)}: must not be negative")
 
     @property
     def counts_E(self) -> IntArray:
