@@ -90,6 +90,19 @@ def test_local_selection_keeps_each_ranks_share(pool2: Pool) -> None:
             assert abs(kept_here - fair) <= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision(pool2: Pool, dtype: torch.dtype) -> None:
+    case = CASE.to(dtype)
+    found = spread(pool2, case, pruning(max_drop=0.4, estimator="topk", router_grad="retained"))
+    assert found.result.d_weights is not None
+    keep_TK = (found.result.d_weights != 0).double()
+    assert kept_per_expert(keep_TK, case) == found.quota_E
+    assert_result(found.result, case, keep_TK=keep_TK, router_grad="retained")
+    sampled = pruning(max_drop=0.4, score="alpha", router_grad="full")
+    keep_TK = spread_kept(pool2, case.to(torch.float64), sampled)
+    assert_result(spread(pool2, case, sampled).result, case, keep_TK=keep_TK)
+
+
 def test_four_ranks(pool4: Pool) -> None:
     for estimator in ("topk", "sampled"):
         config = pruning(max_drop=0.5, estimator=estimator, router_grad="full")
