@@ -6,6 +6,7 @@ Every rank has a batch of its own; the reference is the eager model on one proce
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
@@ -161,6 +163,12 @@ def fsdp_equals_eager(path: str, dtype: torch.dtype) -> None:
     model = load(path, dtype, fsdp_size=2)
     lrmoe_hf.enable(model, EXACT)
     check(step(model, ids[dist.get_rank()]), path, dtype, ids)
+    model = load(path, dtype)
+    lrmoe_hf.enable(model, EXACT)  # before wrapping
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    check(step(model, ids[dist.get_rank()]), path, dtype, ids)
 
 
 def test_fsdp2_without_expert_parallelism(pool2: Pool, saved: dict[str, str]):
@@ -267,6 +275,8 @@ def sharded_equals_eager(path: str, lengths: list[int]) -> None:
         for actual in (before, after):
             assert_within(actual[name], expected, expected, name)
     assert handle.group is group
+    with pytest.raises(UnsupportedError, match="spread over 2 ranks"):
+        pickle.dumps(model.model.layers[1].mlp.experts)
 
 
 def local_step(model: nn.Module, ids_BS: Tensor) -> dict[str, Tensor]:

@@ -67,6 +67,14 @@ def test_a_copied_or_pickled_model_is_not_enabled_and_exact():
     assert experts._lrmoe.layer is None
 
 
+def test_a_model_that_is_not_enabled_needs_no_clock():
+    model, ids = make_model("qwen3", num_hidden_layers=1), make_tokens(batch=1, length=4)
+    lrmoe_hf.register()
+    model.set_experts_implementation("lrmoe")
+    for _ in range(70):  # warnings are errors
+        run(model, ids)
+
+
 def test_state_dict_of_the_model_is_unchanged():
     model = make_model("qwen3")
     names = list(model.state_dict())
@@ -224,7 +232,7 @@ def test_observe_is_exact_and_reports():
             LRMoEConfig(max_drop=0.3, warmup_steps=7),
             "backward keeps 70% of the (token, expert) pairs from optimizer step 7",
         ),
-        (LRMoEConfig(max_drop=0.3), "and all of them before; forward is complete; max_drop=0 is exact\n"),
+        (LRMoEConfig(max_drop=0.3), "and all of them otherwise; forward is complete; max_drop=0 is exact\n"),
         (LRMoEConfig(drop="overload"), "keeps at least 70% of"),
         (LRMoEConfig(cooldown_steps=10, total_steps=100), "from optimizer step 20 to 90 "),
         (LRMoEConfig(observe=True), "observing: backward keeps every (token, expert) pair, exact"),

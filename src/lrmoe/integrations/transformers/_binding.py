@@ -53,6 +53,11 @@ class Binding:
         return Binding(self.spec, self.group)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is not None:
+            raise UnsupportedError(
+                f"pickling experts that are spread over {self.group.size()} ranks: this rank holds only its own; save "
+                "the state dict, or use save_pretrained"
+            )
         return Binding, (self.spec,)
 
     def build(self, config: LRMoEConfig, **context: Any) -> MoELayer:
@@ -68,6 +73,11 @@ class Binding:
             **context,
         )
 
+    def _build_exact(self) -> MoELayer:
+        layer = self.build(EXACT)
+        layer.clock.running = True  # nobody is asked to step the clock of a model that is not enabled
+        return layer
+
     @torch.compiler.disable  # counts are read to the host, collectives wait: a graph break, nothing else
     def run(
         self, module: nn.Module, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -75,7 +85,7 @@ class Binding:
         """The experts' weighted output (T, H) in `hidden_TH`'s dtype; ids are global."""
         layer = self.layer
         if layer is None:
-            layer = self._exact = self._exact or self.build(EXACT)
+            layer = self._exact = self._exact or self._build_exact()
         # Read at every call: under FSDP, expert parallelism and adapters they are other tensors each time.
         up_EGH, down_EHI = (getattr(module, projection) for projection in PROJECTIONS)
         return layer(hidden_TH, ids_TK, weights_TK, up_EGH, down_EHI, training=module.training)
@@ -113,9 +123,8 @@ def dispatch_here(module: nn.Module) -> None:
     model built from the same object.
     """
     config: Any = copy.copy(module.config)
-    config._experts_implementation_internal = (
-        NAME  # the public name would recurse into shared sub-configurations
-    )
+    # Not by the public name, which would go on into sub-configurations that are shared.
+    config._experts_implementation_internal = NAME
     module.config = config
 
 

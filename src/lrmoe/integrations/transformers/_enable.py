@@ -146,5 +146,5 @@ def describe(config: LRMoEConfig, layers: int, ranks: int) -> str:
         span += f" to {config.total_steps - config.cooldown_steps}"
     return (
         f"{where}; backward keeps {amount} of the (token, expert) pairs {span} (estimator={config.estimator!r}, "
-        f"score={config.score!r}) and all of them before; forward is complete; max_drop=0 is exact"
+        f"score={config.score!r}) and all of them otherwise; forward is complete; max_drop=0 is exact"
     )

@@ -56,13 +56,14 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UnsupportedError: there is none.
     """
-    found = {_plain(name): module for name, module in model.named_modules() if is_experts(module)}
+    found = {name: module for name, module in model.named_modules() if is_experts(module)}
     if not found:
         raise UnsupportedError(
             f"{type(model).__name__} has no experts module that lrmoe can run: it looks for classes decorated with "
             "transformers' use_experts_implementation (experts kept in nn.ModuleList are not supported)"
         )
-    return found
+    plain = {_plain(name): module for name, module in found.items()}
+    return plain if len(plain) == len(found) else found
 
 
 def _plain(name: str) -> str:
