@@ -48,6 +48,8 @@ class LayerPlan:
         reason: why pairs are left out: "off", "always", "overload" or "budget".
         backward_J: int64 (J,), kept pairs that each instance runs in backward; None: every kept pair at home.
         overflow_RE: int64 (R, E), pairs that not even forward computes (capacity drop), or None.
+        copies_J: int64 (J,), weight slots that each instance stands for (a system may copy one expert twice to one
+            rank); None: one each. Read by policies that keep their layout from call to call.
         traffic: what the plan moves besides rows; None: each foreign instance is fetched, fetched again and returned.
         forward_chunks, backward_chunks: parts in which each rank's rows run.
         recompute: whether the budget forbids stashed activations.
@@ -62,6 +64,7 @@ class LayerPlan:
     reason: str = "off"
     backward_J: IntArray | None = None
     overflow_RE: IntArray | None = None
+    copies_J: IntArray | None = None
     traffic: Traffic | None = None
     forward_chunks: int = 1
     backward_chunks: int = 1
@@ -146,7 +149,9 @@ class LayerPlan:
     def fingerprint(self) -> int:
         """A 63-bit hash of the whole plan: equal on all ranks iff the plans are."""
         digest = hashlib.blake2b(digest_size=8)
-        optional = [array for array in (self.backward_J, self.overflow_RE) if array is not None]
+        optional = [
+            array for array in (self.backward_J, self.overflow_RE, self.copies_J) if array is not None
+        ]
         for array in (self.instance_expert_J, self.instance_rank_J, self.assign_RJ, self.quota_E, *optional):
             digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         return int.from_bytes(digest.digest(), "little") >> 1
@@ -159,6 +164,7 @@ class LayerPlan:
         self._check_instances()
         self._check_conservation(problem)
         self._check_quotas(problem)
+        self._check_backward()
 
     def _check_instances(self) -> None:
         ranks, experts = self.instance_rank_J, self.instance_expert_J
@@ -171,6 +177,9 @@ class LayerPlan:
         keys = ranks * self.topology.experts + experts
         if np.unique(keys).size != keys.size:
             raise PlanError("one rank holds two instances of one expert")
+        copies = self.copies_J
+        if copies is not None and (copies.shape != ranks.shape or (copies.size and copies.min() < 1)):
+            raise PlanError("copies_J must hold at least 1 for every instance")
 
     def _check_conservation(self, problem: Problem) -> None:
         if self.assign_RJ.shape != (self.topology.ranks, self.instance_rank_J.size):
@@ -180,6 +189,8 @@ class LayerPlan:
         sent = np.zeros_like(problem.counts_RE)
         np.add.at(sent.T, self.instance_expert_J, self.assign_RJ.T)
         if self.overflow_RE is not None:
+            if self.overflow_RE.shape != sent.shape or (sent.size and self.overflow_RE.min() < 0):
+                raise PlanError("overflow_RE must be non-negative, (ranks, experts)")
             sent = sent + self.overflow_RE
         if not np.array_equal(sent, problem.counts_RE):
             rank, expert = map(int, np.argwhere(sent != problem.counts_RE)[0])
