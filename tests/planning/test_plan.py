@@ -46,6 +46,9 @@ def test_the_policys_plan_is_legal(question: Problem) -> None:
         ({"assign_RJ": COUNTS[::-1]}, "source rank 0 sends 2 pairs of expert 0 and has 4"),
         ({"assign_RJ": COUNTS * np.array([[1, 1, 1, -1], [1, 1, 1, 1]])}, "negative"),
         ({"assign_RJ": COUNTS[:, :3]}, r"assign_RJ has shape \(2, 3\)"),
+        ({"backward_J": [1, 0, 0, 0]}, "backward runs 1 pairs of expert 0"),
+        ({"backward_J": [4, 4, 0]}, r"backward_J has shape \(3,\)"),
+        ({"overflow_RE": COUNTS}, "source rank 0 sends"),
     ],
 )
 def test_every_kind_of_illegal_plan_is_found(

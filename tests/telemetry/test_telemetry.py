@@ -86,8 +86,9 @@ def test_the_ledger_counts_the_same_memory_once_per_part() -> None:
 
 
 def test_the_buffer_peak_is_the_larger_of_both_passes() -> None:
-    assert buffer_peak({"dispatched": 5, "stash": 10, "outputs": 1, "backward": 3}) == 16
-    assert buffer_peak({"dispatched": 5, "stash": 10, "outputs": 1, "backward": 30}) == 40
+    assert buffer_peak({"dispatched": 5, "stash": 10, "outputs": 1, "backward": 3}) == 18
+    assert buffer_peak({"dispatched": 5, "stash": 10, "outputs": 1, "backward": 30}) == 45
+    assert buffer_peak({"dispatched": 5, "stash": 10, "outputs": 9, "backward": 3}) == 24
     assert buffer_peak({"weights": 99}) == 0
 
 
