@@ -7,6 +7,8 @@ import math
 
 import numpy as np
 from hypothesis import strategies as st
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_flow
 
 from lrmoe.planning import Problem, Topology
 
@@ -63,3 +65,10 @@ def problems(draw: st.DrawFn, *, max_ranks: int = 8, max_local: int = 6, max_cou
         peak_target=draw(st.sampled_from([0.5, 1.0, 1.3])),
         score_mean_E=draw(st.sampled_from([None, rng.random(experts)])),
     )
+
+
+def max_flow(arcs: list[tuple[int, int, int]], nodes: int) -> int:
+    """Maximum flow from node 0 to the last node (SciPy's Dinic, capacities below 2^31)."""
+    tail, head, room = (np.array(column, dtype=np.int32) for column in zip(*arcs, strict=True))
+    graph = csr_matrix((room, (tail, head)), shape=(nodes, nodes))
+    return int(maximum_flow(graph, 0, nodes - 1).flow_value)
