@@ -19,7 +19,7 @@ def loss_against_time(run: Run) -> Plot | None:
         (lambda s: s.critical_s) if critical else (lambda s: s.wall_s)
     )
     kind = "critical path" if critical else "wall"
-    caption = f"Lines: smoothed loss; faint: every step. Time is spent in the MoE layers only ({kind})."
+    caption = f"Lines: smoothed loss; faint: every step (the first ones lie above). Time in MoE layers only, {kind}."
     return _loss_plot(
         run, "loss-time", "Loss against MoE-layer time", f"MoE-layer time, {kind} (s)", times, caption
     )
@@ -39,7 +39,7 @@ def _loss_plot(
     traces = [trace for system in run.systems for trace in _loss_traces(run, system, xs(system.series))]
     layout: dict[str, Any] = {
         "xaxis": {"title": axis, "rangemode": "tozero"},
-        "yaxis": {"title": "training loss"},
+        "yaxis": {"title": "training loss", **_loss_range(run)},
     }
     if run.target_loss is not None:
         layout["shapes"] = [line(run.target_loss)]
@@ -59,8 +59,21 @@ def _loss_plot(
     )
 
 
+def _loss_range(run: Run) -> dict[str, Any]:
+    """Cut off the first steps' steep fall, which would flatten all that follows; drag or double-click to see it."""
+    curves = [[v for v in system.series.smoothed if v is not None] for system in run.systems]
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return {}
+    seen = [loss for system in run.systems for loss in system.series.loss if loss is not None]
+    bottom = min([*seen, run.target_loss] if run.target_loss is not None else seen)
+    top = max(curve[len(curve) // 20] for curve in curves)
+    margin = 0.05 * (top - bottom)
+    return {"range": [bottom - margin, top + margin]}
+
+
 def _loss_traces(run: Run, system: SystemRun, x: Sequence[float]) -> list[dict[str, Any]]:
-    line = {"color": colour(run, system), "width": 2.5}
+    stroke = {"color": colour(run, system), "width": 2.5}
     name = label(system.name)
     common = {"type": "scatter", "x": list(x), "name": name, "legendgroup": name}
     traces: list[dict[str, Any]] = [
@@ -68,11 +81,11 @@ def _loss_traces(run: Run, system: SystemRun, x: Sequence[float]) -> list[dict[s
             **common,
             "y": list(system.series.loss),
             "mode": "lines",
-            "line": {**line, "width": 1},
+            "line": {**stroke, "width": 1},
             "opacity": 0.45,
         }
         | {"showlegend": False, "hoverinfo": "skip"},
-        {**common, "y": list(system.series.smoothed), "mode": "lines", "line": line},
+        {**common, "y": list(system.series.smoothed), "mode": "lines", "line": stroke},
     ]
     if system.figures.get("reached") and x:
         end = {"x": [x[-1]], "y": [system.series.smoothed[-1]], "mode": "markers", "showlegend": False}

@@ -83,7 +83,7 @@ def headline(run: Run) -> Table:
 
 
 def _count(value: float | None) -> str:
-    return number(value, 6)
+    return "-" if value is None else f"{value:,.0f}"
 
 
 def _loss(value: float | None) -> str:
