@@ -15,6 +15,9 @@ from torch import nn
 
 from lrmoe import CheckpointError, ConfigError, LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
+from lrmoe.integrations.transformers._summary import SummedTelemetry
+from lrmoe.telemetry import CallRecord, PhaseClock
+from lrmoe.telemetry.record import OpenCall
 from tests.integrations.models import assert_same, make_model, make_tokens, run
 
 EXACT = LRMoEConfig(max_drop=0)
@@ -268,3 +271,20 @@ def test_parameters_split_into_experts_and_dense():
     assert len(experts) + len(dense) == len(list(model.parameters()))
     model.tied = nn.ModuleList([model.model.layers[1].mlp.experts])
     assert len(list(lrmoe_hf.expert_parameters(model))) == 2
+
+
+def test_calls_that_nobody_drained_still_count_in_the_totals() -> None:
+    telemetry = SummedTelemetry(limit=2)
+    for step in range(5):
+        telemetry.add(open_call(step))
+    assert telemetry.totals().summary()["calls"] == 5
+    assert [record.step for record in telemetry.drain()] == [3, 4]
+    assert telemetry.totals().summary()["calls"] == 5
+
+
+def open_call(step: int) -> OpenCall:
+    record = CallRecord(
+        step=step, micro_batch=0, layer=0, world_size=1, tokens=1, pairs=1, kept=1, drop_reason="off",
+        counts_E=[1], quota_E=[1], forward_load_R=[1], backward_load_R=[1],
+    )  # fmt: skip
+    return OpenCall(record=record, clock=PhaseClock(torch.device("cpu")))

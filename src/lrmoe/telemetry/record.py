@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,9 +144,9 @@ class OpenCall:
 class Telemetry:
     """Collects finished calls. A training call is finished after its backward."""
 
-    def __init__(self, limit: int = 65536) -> None:
+    def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
-        self._calls: list[OpenCall] = []
+        self._calls: deque[OpenCall] = deque()
 
     @property
     def records(self) -> list[CallRecord]:
@@ -156,7 +157,10 @@ class Telemetry:
         """Add a finished call; beyond the limit the oldest goes."""
         self._calls.append(call)
         if len(self._calls) > self._limit:
-            del self._calls[0]
+            self._forget(self._calls.popleft())
+
+    def _forget(self, call: OpenCall) -> None:
+        """Called with a record that nobody drained in time."""
 
     def drain(self) -> list[CallRecord]:
         """Records of finished calls, which are then forgotten, in the order (step, micro-batch, layer)."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lrmoe.telemetry import CallRecord, Telemetry
+from lrmoe.telemetry.record import OpenCall
 
 # Quantity of a record -> which layer is the worst one.
 _WORST: dict[str, Callable[[Iterable[float]], float]] = {
@@ -69,8 +70,8 @@ class Totals:
 class SummedTelemetry(Telemetry):
     """Telemetry that keeps running totals, whoever drains it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, limit: int = 4096) -> None:
+        super().__init__(limit)
         self._totals = Totals()
 
     def drain(self) -> list[CallRecord]:
@@ -78,6 +79,10 @@ class SummedTelemetry(Telemetry):
         records = super().drain()
         self._totals.add(records)
         return records
+
+    def _forget(self, call: OpenCall) -> None:
+        """Nobody drained it in time: it counts in the totals all the same."""
+        self._totals.add([call.close()])
 
     def totals(self) -> Totals:
         """Totals over all calls so far, drained or not."""
