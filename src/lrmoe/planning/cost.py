@@ -19,9 +19,9 @@ from lrmoe.errors import PlanError
 from lrmoe.planning.calibration import PHASES, Calibration
 from lrmoe.planning.hardware import Hardware
 from lrmoe.planning.memory import ExpertShape
+from lrmoe.planning.moves import backward_moves, ratio
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import FloatArray, IntArray, Topology
-from lrmoe.planning.quotas import split_quota
 
 FORWARD_PHASES = ("plan", "pack", "dispatch", "experts", "combine", "replicas")
 BACKWARD_PHASES = ("pack", "score", "select", "reroute", "exchange", "experts_backward", "return", "replicas")
@@ -61,20 +61,6 @@ class LayerTime:
     def total_ms(self) -> float:
         """Forward and backward of the call."""
         return self.forward_ms + self.backward_ms
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Moves:
-    """Rows that a plan sends in backward, float64 (R, J) each: source rank to instance.
-
-    How many kept pairs each source has in each place is known only after selection; expectations stand for it.
-
-    Attributes:
-        rows_RJ: kept gradient rows. moved_RJ: those of them that run elsewhere than their forward did.
-    """
-
-    rows_RJ: FloatArray
-    moved_RJ: FloatArray
 
 
 def predict_layer_ms(
@@ -134,27 +120,6 @@ def predict_layer(
     )
 
 
-def backward_moves(plan: LayerPlan) -> Moves:
-    """Expected kept rows from each source to each instance in backward.
-
-    Kept pairs stay where their forward ran as far as the plan's backward places allow; the others come from the
-    sources of their expert in proportion to what these keep.
-    """
-    expert_J = plan.instance_expert_J
-    if plan.backward_J is None:
-        to_J = np.where(plan.foreign_J, 0, plan.quota_E[expert_J]).astype(np.float64)
-    else:
-        to_J = plan.backward_J.astype(np.float64)
-    forward_J = plan.assign_RJ.sum(axis=0).astype(np.float64)
-    computed_E = np.bincount(expert_J, weights=forward_J, minlength=plan.topology.experts)
-    in_place_J = forward_J * _ratio(plan.quota_E, computed_E)[expert_J]
-    stay_J = np.minimum(to_J, in_place_J)
-    left_RJ = plan.assign_RJ * _ratio(stay_J, forward_J)
-    sources_RE = _ratio(split_quota(plan.quota_E, plan.counts_RE), plan.quota_E)
-    moved_RJ = sources_RE[:, expert_J] * (to_J - stay_J)
-    return Moves(rows_RJ=left_RJ + moved_RJ, moved_RJ=moved_RJ)
-
-
 def replica_copies(plan: LayerPlan, moved_R: IntArray) -> FloatArray:
     """Expert copies in each rank's busier direction when weights go out (or gradients home) once.
 
@@ -185,15 +150,10 @@ def _tree(topology: Topology, expert_J: IntArray, rank_J: IntArray) -> FloatArra
     copies_E = np.bincount(expert_J, minlength=topology.experts)
     from_home_E = np.minimum(copies_E, 2)
     sent_R = np.bincount(topology.home_E, weights=from_home_E, minlength=ranks)
-    relay_J = _ratio(copies_E - from_home_E, copies_E)[expert_J]
+    relay_J = ratio(copies_E - from_home_E, copies_E)[expert_J]
     sent_R = sent_R + np.bincount(rank_J, weights=relay_J, minlength=ranks)
     received_R = np.bincount(rank_J, minlength=ranks).astype(np.float64)
     return np.maximum(sent_R, received_R)
-
-
-def _ratio(part: IntArray | FloatArray, whole: IntArray | FloatArray) -> FloatArray:
-    """part / whole, 0 where whole is 0."""
-    return np.divide(part, whole, out=np.zeros(np.broadcast(part, whole).shape), where=whole != 0)
 
 
 def rank_traffic(topology: Topology, rank_J: IntArray, rows_RJ: IntArray | FloatArray) -> FloatArray:
