@@ -9,7 +9,7 @@ import torch
 
 from lrmoe.config import LRMoEConfig
 from tests.layer.harness import build, exact, forward, leaves, pruning, run
-from tests.reference import GRADS, assert_result, make_case
+from tests.reference import GRADS, assert_result, make_case, plain_loop
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -51,6 +51,18 @@ def test_routing_weights_may_be_wider_than_the_rows(dtype: torch.dtype) -> None:
     assert found.result.d_weights.dtype == torch.float32
     assert found.result.out.dtype == dtype
     assert_result(found.result, mixed)
+
+
+def test_wide_routing_weights_are_applied_in_their_own_dtype() -> None:
+    """Two pairs of one expert cancel but for 2^-9 of a weight, which bf16 cannot tell from 1."""
+    case = make_case(tokens=6, experts=2, top_k=2)
+    ids = torch.zeros(6, 2, dtype=torch.int64)
+    weights = torch.tensor([[1 + 2**-9, -1.0]]).repeat(6, 1)
+    case = dataclasses.replace(case.to(torch.bfloat16), ids=ids, weights=weights)
+    found = run(case, exact()).result
+    truth = plain_loop(case, dtype=torch.float64)
+    torch.testing.assert_close(found.out.double(), truth.out, rtol=0.03, atol=1e-5)
+    assert float(truth.out.abs().max()) > 1e-4
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 4, 4), (7, 3, 1), (64, 2, 2)])
