@@ -1,0 +1,31 @@
+"""What tables and documents say of a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyInfo:
+    """The facts of one system that a fair comparison has to show.
+
+    Attributes:
+        title: name shown in tables.
+        source: where its rule comes from.
+        inputs: what placement is decided from: "nothing", "current counts", "history" or "both".
+        acts: when it decides.
+        moves: what it moves besides rows.
+        slots: "none", "shared" (foreign slots serve all layers), "resident" (held per layer all the time) or
+            "unbounded" (no limit on foreign copies of its own).
+        drops: whether it may leave pairs out of forward.
+        note: what is ours where the source is silent, and other remarks.
+    """
+
+    title: str
+    source: str
+    inputs: str
+    acts: str
+    moves: str
+    slots: str
+    drops: bool = False
+    note: str = ""

@@ -1,0 +1,140 @@
+"""Policies from a user's own file: loaded, called, and held to the same legality check as the built-in ones."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lrmoe.errors import PlanError
+from lrmoe.planning.plan import LayerPlan
+from lrmoe.planning.policies._info import PolicyInfo
+from lrmoe.planning.problem import Problem
+
+
+class UserPolicy:
+    """A policy from a file; every plan it returns is checked before anybody acts on it.
+
+    Attributes:
+        name: what it was asked for as, "path/to/file.py:Name".
+        info: what tables say of it.
+    """
+
+    def __init__(self, name: str, plan: Callable[[Problem], Any], info: PolicyInfo) -> None:
+        self.name = name
+        self.info = info
+        self._plan = plan
+
+    def __call__(self, problem: Problem) -> LayerPlan:
+        """Plan one call.
+
+        Raises:
+            PlanError: the result is no LayerPlan, was made for another problem, or is illegal.
+        """
+        plan = self._plan(problem)
+        if not isinstance(plan, LayerPlan):
+            raise PlanError(f"policy={self.name!r} returned {type(plan).__name__}: must return a LayerPlan")
+        if plan.topology != problem.topology:
+            raise PlanError(f"policy={self.name!r} returned a plan for another topology: {plan.topology}")
+        try:
+            plan.check(problem)
+        except PlanError as error:
+            raise PlanError(f"policy={self.name!r} returned an illegal plan: {error}") from error
+        return plan
+
+
+def load_policy(name: str) -> UserPolicy:
+    """Load "path/to/file.py:Name", where Name is a function of a Problem, or a class whose instances are.
+
+    A class is built without arguments. One object serves the whole process, so it must keep no state: what lasts
+    from call to call is in `problem.history`. A module-level or class-level `INFO` (a PolicyInfo) describes it.
+
+    Raises:
+        PlanError: no such file or name, an error while loading it, or something that cannot be called so.
+    """
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not attribute.isidentifier():
+        raise PlanError(f"policy={name!r}: must look like 'my_file.py:MyPolicy'")
+    if not path.is_file():
+        raise PlanError(f"policy={name!r}: no file {path.resolve()}")
+    return _load(name, path.resolve(), path.stat().st_mtime_ns, attribute)
+
+
+@functools.lru_cache(maxsize=64)
+def _load(name: str, path: Path, changed_ns: int, attribute: str) -> UserPolicy:
+    module = _run(name, path, changed_ns)
+    found = getattr(module, attribute, None)
+    if found is None:
+        own = [
+            key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        ]
+        raise PlanError(
+            f"policy={name!r}: {path.name} has no {attribute!r}; it defines {', '.join(own) or 'nothing'}"
+        )
+    plan = _instance(name, found) if inspect.isclass(found) else found
+    _check_signature(name, plan)
+    info = getattr(found, "INFO", None) or getattr(module, "INFO", None)
+    if not isinstance(info, PolicyInfo):
+        info = PolicyInfo(
+            title=attribute,
+            source=path.name,
+            inputs="both",
+            acts="unknown",
+            moves="unknown",
+            slots="unbounded",
+            note="a user's policy without INFO: nothing about it is known",
+        )
+    return UserPolicy(name, plan, info)
+
+
+def _run(name: str, path: Path, changed_ns: int) -> ModuleType:
+    """Execute the file as a module of its own."""
+    digest = hashlib.blake2b(f"{path}:{changed_ns}".encode(), digest_size=6).hexdigest()
+    key = f"_lrmoe_policy_{path.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(key, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[key]
+        raise PlanError(f"policy={name!r}: loading {path} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _instance(name: str, policy: type) -> Callable[[Problem], Any]:
+    try:
+        made = policy()
+    except Exception as error:
+        raise PlanError(
+            f"policy={name!r}: {policy.__name__}() failed, and it must be built without arguments: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return made
+
+
+def _check_signature(name: str, plan: Any) -> None:
+    if not callable(plan):
+        raise PlanError(
+            f"policy={name!r}: {type(plan).__name__} cannot be called; must be callable with a Problem"
+        )
+    if inspect.iscoroutinefunction(plan):
+        raise PlanError(f"policy={name!r}: must be a plain function, not a coroutine")
+    try:
+        inspect.signature(plan).bind(object())
+    except TypeError as error:
+        raise PlanError(
+            f"policy={name!r}: must be callable with one argument, the Problem; its signature is "
+            f"{inspect.signature(plan)}"
+        ) from error
+    except ValueError:
+        return  # built without a signature: the first call will tell
