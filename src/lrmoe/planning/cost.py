@@ -18,7 +18,7 @@ import numpy as np
 from lrmoe.errors import PlanError
 from lrmoe.planning.calibration import PHASES, Calibration
 from lrmoe.planning.hardware import Hardware
-from lrmoe.planning.memory import ExpertShape
+from lrmoe.planning.memory import ExpertShape, keeps_inputs
 from lrmoe.planning.moves import backward_moves, ratio
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import FloatArray, IntArray, Topology
@@ -111,7 +111,7 @@ def predict_layer(
     chosen.check(hardware.name)
     model = _Model(shape=shape, hardware=hardware, plan=plan, calibration=chosen, top_k=top_k)
     forward = model.forward(planning_ms)
-    backward = model.backward(stash and not plan.recompute)
+    backward = model.backward(stash)
     used = model.constants_used()
     return LayerTime(
         forward=model.scaled(forward),
@@ -201,13 +201,13 @@ class _Model:
         """Unscaled ms per phase."""
         plan, row = self.plan, self.shape.row_bytes
         moves = backward_moves(plan)
-        chunked = plan.forward_chunks > 1 or plan.backward_chunks > 1
+        keeps = keeps_inputs(plan)
         crossing, chunks = self._traffic(moves.rows_RJ), max(plan.backward_chunks, 1)
         kept_R, pairs_R = moves.rows_RJ.sum(axis=1), plan.counts_RE.sum(axis=1)
         kept_J, moved_J = moves.rows_RJ.sum(axis=0), moves.moved_RJ.sum(axis=0)
-        # Chunks keep nothing: their inputs come again from the tokens, as those of moved pairs do.
-        again = self._exchange_ms(crossing if chunked else self._traffic(moves.moved_RJ), row, chunks)
-        recomputed_J = moved_J if stash and not chunked else kept_J
+        # Where no rows are kept, inputs come again from the tokens, as those of moved pairs do.
+        again = self._exchange_ms(self._traffic(moves.moved_RJ) if keeps else crossing, row, chunks)
+        recomputed_J = moved_J if stash and keeps else kept_J
         return {
             "pack": self._memory_ms(0 if self._alone else 2 * kept_R.max(initial=0) * row),
             **self._choice_ms(pairs_R),
