@@ -134,3 +134,18 @@ def test_offsets_cover_the_unit_interval_over_steps() -> None:
 @pytest.mark.parametrize("seed", [0, 2**31, 2**62, 2**64 - 1])
 def test_any_seed_serves(seed: int) -> None:
     assert Key(seed=seed, layer=0, step=0, micro_batch=0).words(np.arange(3)).dtype == np.uint64
+
+
+def test_non_finite_scores_are_certain_among_many_large_ones() -> None:
+    score = torch.ones(5000)
+    score[[7, 4000]] = torch.tensor([float("nan"), float("inf")])
+    rows = Candidates(
+        score_M=score,
+        counts_L=torch.tensor([5000]),
+        quota_L=torch.tensor([3]),
+        offset_L=torch.tensor([12345]),
+        word_L=torch.tensor([1]),
+    )
+    kept = choose("sampled", "lrm", rows).weight_M
+    assert (kept > 0).sum() == 3
+    assert kept[7] == kept[4000] == 1

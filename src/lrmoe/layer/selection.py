@@ -111,11 +111,14 @@ def systematic(rows: Candidates, chance_M: Tensor) -> Tensor:
 def inclusion(rows: Candidates) -> Tensor:
     """Inclusion probabilities, int64 (M,) in units of 1/UNIT; inside each expert they sum to its quota exactly.
 
-    Rows that reach 1 are fixed there and the constant is found again for the rest, until stable.
+    Rows that reach 1 are fixed there and the constant is found again for the rest, until stable. Rows of non-finite
+    score are kept for certain where the quota holds them all.
     """
     expert, quota = rows.expert_M, torch.minimum(rows.quota_L, rows.counts_L)
     size = _integer_scores(rows, expert)
-    certain = (quota == rows.counts_L)[expert]
+    broken = ~rows.score_M.isfinite()
+    fits = _sum_by_expert(broken.long(), rows) <= quota
+    certain = (quota == rows.counts_L)[expert] | (broken & fits[expert])
     while True:
         free_quota = quota - _sum_by_expert(certain.long(), rows)
         free_size = _sum_by_expert(torch.where(certain, 0, size), rows)
