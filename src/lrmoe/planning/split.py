@@ -85,7 +85,9 @@ def local_first(counts_R: ArrayLike, hosts_J: ArrayLike, quota_J: ArrayLike) -> 
         result[host, j] = taken
         left[host] -= taken
         lack[j] -= taken
-    for source in np.flatnonzero(left):
+    guests = np.flatnonzero((left > 0) & ~np.isin(np.arange(left.size), hosts))
+    result[guests] = quota_prop(left[guests], lack)
+    for source in np.unique(hosts[left[hosts] > 0]):
         elsewhere = np.flatnonzero(hosts != source)
         others = elsewhere if elsewhere.size else np.arange(hosts.size)
         result[source, others] += quota_prop(left[source : source + 1], lack[others])[0]
