@@ -141,6 +141,7 @@ def test_train_leaves_its_folder_and_prints_json_only(run: Run, tmp_path: Path) 
     assert {path.name for path in folder.iterdir()} >= {
         "config.toml",
         "metrics.jsonl",
+        "trace.parquet",
         "summary.json",
         "checkpoints",
     }

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lrmoe.config import LRMoEConfig
@@ -17,6 +18,7 @@ from lrmoe.experiments.cost import step_cost
 from lrmoe.experiments.figures import figures
 from lrmoe.experiments.lane import Lane
 from lrmoe.experiments.systems import get_system
+from lrmoe.telemetry.traces import read_trace
 from tests.experiments.records import record
 
 WARMUP = 2
@@ -75,9 +77,14 @@ def test_both_reach_the_target_and_the_summary_has_every_field(finished: tuple[P
     assert {path.name for path in folder.iterdir()} >= {
         "config.toml",
         "metrics.jsonl",
+        "trace.parquet",
         "summary.json",
         "report.html",
     }
+    for name, entry in summary["systems"].items():
+        trace = read_trace(folder / "trace.parquet", system=name)
+        assert (trace.ranks, trace.experts, trace.layers) == (2, 4, (0, 1))
+        assert np.unique(trace.step_C).size == entry["steps"]
 
 
 @pytest.mark.distributed

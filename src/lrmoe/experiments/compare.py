@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import IO, Any
 
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from lrmoe.telemetry.figures import environment
 from lrmoe.training.data import Corpus
 from lrmoe.training.launch import run_workers
 from lrmoe.training.loop import Trainer
+from lrmoe.training.traces import TraceLog, about_model
 
 _STATED = "Link speed: as stated in the configuration."
 _NO_LINK = f"No link speed, so no critical path: it needs {BASELINE}, or compare.link_bytes_per_s."
@@ -35,7 +36,7 @@ SAME_LOSS = 1e-5  # relative: first losses of systems that started from the same
 
 
 def compare(experiment: Experiment) -> dict[str, Any]:
-    """Run a comparison and write its folder: config.toml, metrics.jsonl, summary.json.
+    """Run a comparison and write its folder: config.toml, metrics.jsonl, trace.parquet, summary.json.
 
     Returns:
         The summary. A system that does not reach the target within `max_steps` has `reached` false.
@@ -82,10 +83,12 @@ def contest(experiment: Experiment) -> dict[str, Any]:
     lanes = [racer.lane for racer in racers]
     link = _Link(experiment, lanes)
     with ExitStack() as stack:
-        out, progress = _outputs(experiment, lanes, stack) if dist.get_rank() == 0 else (None, None)
+        main = dist.get_rank() == 0
+        out, progress = _outputs(experiment, lanes, stack) if main else (None, None)
+        trace = stack.enter_context(_trace(experiment, racers[0])) if main else None
         for i in range(c.max_steps):
             for racer in _turns(racers, i):
-                racer.step(out)
+                racer.step(out, trace)
             if i == 0:
                 _check_same_start(lanes)
             link.settle()
@@ -117,6 +120,12 @@ def _outputs(experiment: Experiment, lanes: Sequence[Lane], stack: ExitStack) ->
     return out, stack.enter_context(progress)
 
 
+def _trace(experiment: Experiment, racer: _Racer) -> AbstractContextManager[TraceLog | None]:
+    if not experiment.train.train.trace:
+        return nullcontext()
+    return TraceLog(experiment.folder, about=about_model(racer.model_config))
+
+
 class _Racer:
     """A system's trainer on this rank, and its lane, which is the same on all ranks."""
 
@@ -127,13 +136,20 @@ class _Racer:
         self.lane = Lane(system, config.lrmoe, target_loss=c.target_loss, smoothing_steps=c.smoothing_steps)
         self._trainer = Trainer(config, group, corpus=corpus)
 
-    def step(self, out: IO[str] | None) -> None:
-        """One optimizer step; every rank calls it. Rank 0 writes a line to `out`."""
+    @property
+    def model_config(self) -> Any:
+        """Configuration of the model that all systems train."""
+        return self._trainer.model.config
+
+    def step(self, out: IO[str] | None, trace: TraceLog | None) -> None:
+        """One optimizer step; every rank calls it. Rank 0 writes a line to `out` and the counts to `trace`."""
         metrics = self._trainer.step()
         line = self.lane.add(metrics.loss, metrics.tokens, step_cost(metrics.records_by_rank))
         if out is not None:
             out.write(json.dumps(line.as_dict(), allow_nan=False) + "\n")
             out.flush()
+        if trace is not None:
+            trace.add(metrics.records, system=self.lane.system.name)
 
 
 class _Link:

@@ -130,6 +130,7 @@ class Announcer:
             forward_load_R=plan.forward_load_R.tolist(),
             backward_load_R=plan.backward_load_R.tolist(),
             rows_forward_local=int(plan.forward_load_R[self._comm.rank]),
+            counts_RE=plan.counts_RE,
         )
 
 

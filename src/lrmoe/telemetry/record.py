@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lrmoe.planning.problem import IntArray
 from lrmoe.telemetry.clock import PHASES, PhaseClock
 from lrmoe.telemetry.ledger import Ledger, buffer_peak
 
@@ -21,6 +22,7 @@ class CallRecord:
     Loads, counts and quotas are global (every rank has them). Energies are this rank's share: sums over the experts
     homed here, so that adding the ranks' records gives the call's figures. `ms` is CPU time of the rank's own thread
     per phase (event time on CUDA), `bytes` what this rank sent to other ranks, `mem` bytes allocated per part.
+    `counts_RE`, int64 (R, E), pairs from each source to each expert, stays only where telemetry keeps it for a trace.
     """
 
     step: int
@@ -48,6 +50,7 @@ class CallRecord:
     mem: dict[str, int] = field(default_factory=dict)
     mem_predicted: dict[str, int] = field(default_factory=dict)
     observed: dict[str, float] = field(default_factory=dict)
+    counts_RE: IntArray | None = field(default=None, compare=False, repr=False)
 
     @property
     def kept_share(self) -> float:
@@ -142,9 +145,14 @@ class OpenCall:
 
 
 class Telemetry:
-    """Collects finished calls. A training call is finished after its backward."""
+    """Collects finished calls. A training call is finished after its backward.
+
+    Attributes:
+        keep_counts: whether records keep their counts per source and expert, for a trace (R x E integers a call).
+    """
 
     def __init__(self, limit: int = 4096) -> None:
+        self.keep_counts = False
         self._limit = limit
         self._calls: deque[OpenCall] = deque()
 
@@ -155,6 +163,8 @@ class Telemetry:
 
     def add(self, call: OpenCall) -> None:
         """Add a finished call; beyond the limit the oldest goes."""
+        if not self.keep_counts:
+            call.record.counts_RE = None
         self._calls.append(call)
         if len(self._calls) > self._limit:
             self._forget(self._calls.popleft())

@@ -162,6 +162,9 @@ class LoopConfig(_Table):
     eval_every: int = _option(0, "Steps between evaluations on held-out text; 0 is never.", kind=int, least=0)
     eval_batches: int = _option(4, "Batches per rank in one evaluation.", kind=int, least=1)
     log_every: int = _option(10, "Steps between log lines where there is no terminal.", kind=int, least=1)
+    trace: bool = _option(
+        True, "Write trace.parquet, the counts of every layer call, where pyarrow is installed.", kind=bool
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lrmoe.training.loop import Trainer
 from lrmoe.training.metrics import MetricsWriter, Progress, StepMetrics
 from lrmoe.training.process import Process, joined
 from lrmoe.training.state import checkpoint_root
+from lrmoe.training.traces import TraceLog, about_model
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ def run_rank(config: dict[str, Any], resume: bool, show_progress: bool) -> dict[
 def train(
     config: TrainConfig, process: Process, *, resume: bool = False, show_progress: bool = True
 ) -> dict[str, Any]:
-    """Train to `config.train.steps` and leave config.toml, metrics.jsonl, summary.json and checkpoints behind.
+    """Train to `config.train.steps`; writes config.toml, metrics.jsonl, trace.parquet, summary.json and checkpoints.
 
     Raises:
         ConfigError: something does not fit, or the folder holds checkpoints and `resume` is not set.
@@ -56,10 +58,11 @@ def train(
             Progress(
                 config.train.steps, start=start, every=config.train.log_every, enabled=show_progress
             ) as progress,
+            _trace(trainer, start if resume else None) as trace,
         ):
-            _loop(trainer, totals, writer, progress)
+            _loop(trainer, totals, writer, progress, trace)
     else:
-        _loop(trainer, totals, None, None)
+        _loop(trainer, totals, None, None, None)
     summary = _summary(trainer, totals)
     if process.is_main:
         (config.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -118,7 +121,20 @@ def _claim(config: TrainConfig, resume: bool) -> None:
         raise ConfigError(f"train.runs={config.train.runs!r}: cannot write to {folder}: {error}") from error
 
 
-def _loop(trainer: Trainer, totals: Totals, writer: MetricsWriter | None, progress: Progress | None) -> None:
+def _trace(trainer: Trainer, resume_step: int | None) -> AbstractContextManager[TraceLog | None]:
+    if not trainer.config.train.trace:
+        return nullcontext()
+    about = about_model(trainer.model.config)
+    return TraceLog(trainer.config.folder, about=about, resume_step=resume_step)
+
+
+def _loop(
+    trainer: Trainer,
+    totals: Totals,
+    writer: MetricsWriter | None,
+    progress: Progress | None,
+    trace: TraceLog | None,
+) -> None:
     train = trainer.config.train
     while trainer.steps_done < train.steps:
         metrics = trainer.step()
@@ -131,6 +147,8 @@ def _loop(trainer: Trainer, totals: Totals, writer: MetricsWriter | None, progre
             writer.write(done, line)
         if progress is not None:
             progress.update(metrics)
+        if trace is not None:
+            trace.add(metrics.records)
         if train.checkpoint_every and (done % train.checkpoint_every == 0 or done == train.steps):
             trainer.save()
 
