@@ -1,7 +1,7 @@
 """What the compared systems share: layouts of copies, plans built from them, options and history read safely.
 
 A layout is `copies_RE`, int64 (R, E): how many weight slots of rank r hold expert e.
-Shape letters: R ranks, E experts, J instances, C slots of one expert (one a column, repeated ranks allowed).
+Shape letters: R ranks, E experts, J instances, N nodes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from lrmoe.planning.problem import IntArray, Problem, Topology
 
 # (expert, its hosts ascending) -> pairs of each source to each host, int64 (R, hosts)
 Split = Callable[[int, IntArray], IntArray]
-# (pairs of each source (R,), host of each slot (C,)) -> pairs of each source to each slot, int64 (R, C)
-SlotSplit = Callable[[IntArray, IntArray], IntArray]
 
 
 def check_option(ok: bool, name: str, value: object, valid: str) -> None:
@@ -108,51 +106,97 @@ def slot_loads(load_E: IntArray, copies_RE: IntArray) -> IntArray:
     return (whole_E * copies_RE - (-rest_E * copies_RE) // total_E).sum(axis=1)
 
 
-def over_copies(problem: Problem, copies_RE: IntArray, split: SlotSplit) -> Split:
-    """Lets a splitter over slots serve instances: copies of one expert on one rank become one column."""
-
-    def by_instance(expert: int, hosts_J: IntArray) -> IntArray:
-        copies_J = copies_RE[hosts_J, expert]
-        sent_RC = split(problem.counts_RE[:, expert], np.repeat(hosts_J, copies_J))
-        return np.add.reduceat(sent_RC, np.cumsum(copies_J) - copies_J, axis=1)
-
-    return by_instance
-
-
-def assemble(
-    problem: Problem,
-    copies_RE: IntArray,
-    split: Split,
-    *,
-    traffic: Traffic | None = None,
-    overflow_RE: IntArray | None = None,
-) -> LayerPlan:
-    """The plan of a layout: `split` shares out experts with several hosts; backward runs where forward ran.
+def split_each(sent_RE: IntArray, copies_RE: IntArray, split: Split) -> IntArray:
+    """Pairs of each source to each instance, expert by expert: `split` decides where there are several hosts.
 
     Args:
-        problem: the question.
-        copies_RE: int64 (R, E), at least one copy of every expert.
-        split: pairs of each source to each host of one expert; called for experts with two or more hosts.
-        traffic: what moves besides rows; None as in LayerPlan.
-        overflow_RE: int64 (R, E), pairs that are not computed at all, or None; `split` must not send them.
+        sent_RE: int64 (R, E), pairs to place. copies_RE: int64 (R, E), at least one copy of every expert.
+        split: its rows sum to the expert's column of `sent_RE`.
+
+    Returns:
+        int64 (R, J), instances in the order (rank, expert).
     """
     rank_J, expert_J = np.nonzero(copies_RE)
-    sent_RE = problem.counts_RE if overflow_RE is None else problem.counts_RE - overflow_RE
     assign_RJ = sent_RE[:, expert_J]
     order = np.argsort(expert_J, kind="stable")
-    hosts_E = np.bincount(expert_J, minlength=problem.topology.experts)
+    hosts_E = np.bincount(expert_J, minlength=copies_RE.shape[1])
     starts_E = np.cumsum(hosts_E) - hosts_E
     for expert in np.flatnonzero(hosts_E > 1).tolist():
         columns = order[starts_E[expert] : starts_E[expert] + hosts_E[expert]]
         assign_RJ[:, columns] = split(expert, rank_J[columns])
+    return assign_RJ
+
+
+def split_evenly(sent_RE: IntArray, copies_RE: IntArray, node_R: IntArray | None = None) -> IntArray:
+    """Every source spreads each expert evenly over its copies, the rest from copy (source mod copies) on.
+
+    With `node_R` only over the copies in the source's own node, where it has any. Equals `split.even` and
+    `split.node_even` over slots, copies on one rank added up, for all experts at once.
+
+    Args:
+        sent_RE: int64 (R, E). copies_RE: int64 (R, E), at least one copy of every expert.
+        node_R: int64 (R,), non-decreasing, or None.
+
+    Returns:
+        int64 (R, J), instances in the order (rank, expert).
+    """
+    rank_J, expert_J = np.nonzero(copies_RE)
     copies_J = copies_RE[rank_J, expert_J]
+    before_J = (np.cumsum(copies_RE, axis=0) - copies_RE)[rank_J, expert_J]
+    if node_R is None:
+        node_R = np.zeros(sent_RE.shape[0], dtype=np.int64)
+    assign_RJ = sent_RE[:, expert_J]
+    several_J = np.count_nonzero(copies_RE, axis=0)[expert_J] > 1
+    assign_RJ[:, several_J] = 0
+    total_E = copies_RE.sum(axis=0)
+    for node in np.unique(node_R).tolist():
+        sources = np.flatnonzero(node_R == node)
+        inside_E = copies_RE[sources].sum(axis=0)
+        lower_E = copies_RE[: sources[0]].sum(axis=0)
+        local_J = inside_E[expert_J] > 0
+        used = np.flatnonzero(several_J & (~local_J | (node_R[rank_J] == node)))
+        local, expert = local_J[used], expert_J[used]
+        size = np.where(local, inside_E[expert], total_E[expert])
+        start = before_J[used] - np.where(local, lower_E[expert], 0)
+        end = start + copies_J[used]
+        base, extra = np.divmod(sent_RE[np.ix_(sources, expert)], size)
+        first = (
+            sources[:, None] % size
+        )  # copies first .. first + extra - 1 get one more, past the end from 0 on
+        more = np.minimum(end, first + extra) - np.maximum(start, first)
+        wrapped = np.minimum(end, first + extra - size) - start
+        assign_RJ[np.ix_(sources, used)] = (
+            base * copies_J[used] + np.maximum(more, 0) + np.maximum(wrapped, 0)
+        )
+    return assign_RJ
+
+
+def make_plan(
+    problem: Problem,
+    copies_RE: IntArray,
+    assign_RJ: IntArray,
+    *,
+    traffic: Traffic | None = None,
+    overflow_RE: IntArray | None = None,
+) -> LayerPlan:
+    """The plan of a layout that keeps every computed pair and runs backward where forward ran.
+
+    Args:
+        problem: the question.
+        copies_RE: int64 (R, E). assign_RJ: int64 (R, J), instances in the order (rank, expert).
+        traffic: what moves besides rows; None as in LayerPlan.
+        overflow_RE: int64 (R, E), pairs that are not computed at all, or None.
+    """
+    rank_J, expert_J = np.nonzero(copies_RE)
+    copies_J = copies_RE[rank_J, expert_J]
+    quota_E = problem.counts_E if overflow_RE is None else problem.counts_E - overflow_RE.sum(axis=0)
     return LayerPlan(
         topology=problem.topology,
         counts_RE=problem.counts_RE,
         instance_expert_J=expert_J.astype(np.int64),
         instance_rank_J=rank_J.astype(np.int64),
         assign_RJ=assign_RJ,
-        quota_E=sent_RE.sum(axis=0),
+        quota_E=quota_E,
         backward_J=assign_RJ.sum(axis=0),
         overflow_RE=overflow_RE,
         copies_J=copies_J if (copies_J > 1).any() else None,
@@ -174,14 +218,14 @@ def held_traffic(problem: Problem, copies_RE: IntArray) -> Traffic:
     return Traffic(fetch_R=foreign_R, refetch_R=none_R, return_R=foreign_R, state_R=none_R, resident_R=none_R)
 
 
-def resident_traffic(old_RE: IntArray, new_RE: IntArray, *, home_slots: int) -> Traffic:
+def resident_traffic(old_RE: IntArray, new_RE: IntArray, *, slots: int) -> Traffic:
     """Layouts that stay: weights and optimizer states move when a slot changes, replicas' gradients are summed.
 
     An all-reduce among k ranks moves 2 (k - 1) gradients; each host beyond an expert's first counts two returns.
 
     Args:
         old_RE, new_RE: int64 (R, E), the layouts before and now.
-        home_slots: slots that fixed ownership holds as well; only those beyond them count as resident.
+        slots: slots of every rank beyond those of fixed ownership, filled or not.
     """
     arrived_R = ((new_RE > 0) & (old_RE == 0)).sum(axis=1).astype(np.int64)
     held_RE = new_RE > 0
@@ -192,5 +236,5 @@ def resident_traffic(old_RE: IntArray, new_RE: IntArray, *, home_slots: int) -> 
         refetch_R=none_R,
         return_R=2 * extra_RE.sum(axis=1).astype(np.int64),
         state_R=arrived_R,
-        resident_R=np.maximum(new_RE.sum(axis=1) - home_slots, 0),
+        resident_R=np.full_like(arrived_R, slots),
     )

@@ -19,19 +19,18 @@ from lrmoe.errors import PlanError
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies._info import PolicyInfo
 from lrmoe.planning.policies._layout import (
-    assemble,
     check_option,
     check_slots,
     due,
     even_layout,
-    over_copies,
+    make_plan,
     past_counts,
     previous_layout,
     resident_traffic,
     slots_of,
+    split_evenly,
 )
 from lrmoe.planning.problem import IntArray, Problem
-from lrmoe.planning.split import even
 
 INFO = PolicyInfo(
     title="EPLB",
@@ -88,9 +87,8 @@ class EPLB:
         past_RE = past_counts(problem, self.window)
         if past_RE is not None and due(problem, self.interval, first=1):
             new_RE = self._layout(past_RE.sum(axis=0), problem, per_rank)
-        traffic = resident_traffic(old_RE, new_RE, home_slots=topology.experts_per_rank)
-        split = over_copies(problem, new_RE, lambda counts_R, hosts_C: even(counts_R, hosts_C.size))
-        return assemble(problem, new_RE, split, traffic=traffic)
+        traffic = resident_traffic(old_RE, new_RE, slots=extra)
+        return make_plan(problem, new_RE, split_evenly(problem.counts_RE, new_RE), traffic=traffic)
 
     def _layout(self, load_E: IntArray, problem: Problem, per_rank: int) -> IntArray:
         topology = problem.topology

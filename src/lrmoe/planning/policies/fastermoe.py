@@ -16,7 +16,7 @@ import numpy as np
 
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies._info import PolicyInfo
-from lrmoe.planning.policies._layout import assemble, check_option, held_traffic, home_layout
+from lrmoe.planning.policies._layout import check_option, held_traffic, home_layout, make_plan, split_each
 from lrmoe.planning.problem import IntArray, Problem
 
 INFO = PolicyInfo(
@@ -70,7 +70,8 @@ class FasterMoE:
         def shadow(expert: int, hosts_J: IntArray) -> IntArray:
             return np.diag(problem.counts_RE[:, expert])
 
-        return assemble(problem, copies_RE, shadow, traffic=held_traffic(problem, copies_RE))
+        assign_RJ = split_each(problem.counts_RE, copies_RE, shadow)
+        return make_plan(problem, copies_RE, assign_RJ, traffic=held_traffic(problem, copies_RE))
 
     def shadows(self, problem: Problem) -> list[int]:
         """The experts to shadow, hottest first; stops at the first that brings no gain."""

@@ -20,23 +20,21 @@ import numpy as np
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies._info import PolicyInfo
 from lrmoe.planning.policies._layout import (
-    SlotSplit,
-    assemble,
     check_option,
     check_slots,
     due,
     even_layout,
     home_layout,
-    over_copies,
+    make_plan,
     past_counts,
     previous_layout,
     resident_traffic,
     slot_loads,
     slots_of,
+    split_evenly,
 )
-from lrmoe.planning.policies.laer import floor_copies, node_split, place
+from lrmoe.planning.policies.laer import floor_copies, place
 from lrmoe.planning.problem import IntArray, Problem, Topology
-from lrmoe.planning.split import even
 
 INFO = PolicyInfo(
     title="FlexMoE",
@@ -96,19 +94,15 @@ class FlexMoE:
             load_E = past_RE.sum(axis=0)
             if self.triggered(load_E, old_RE):
                 new_RE = self._changed(load_E, old_RE, topology, per_rank)
-        traffic = resident_traffic(old_RE, new_RE, home_slots=topology.experts_per_rank)
-        split = over_copies(problem, new_RE, self._split(topology))
-        return assemble(problem, new_RE, split, traffic=traffic)
+        traffic = resident_traffic(old_RE, new_RE, slots=extra)
+        node_R = topology.node_R if self.variant == "laer" else None
+        assign_RJ = split_evenly(problem.counts_RE, new_RE, node_R)
+        return make_plan(problem, new_RE, assign_RJ, traffic=traffic)
 
     def triggered(self, load_E: IntArray, copies_RE: IntArray) -> bool:
         """Whether these loads (E,) are too uneven under this layout (R, E)."""
         load_R = slot_loads(load_E, copies_RE)
         return int(load_R.max()) * load_R.size > self.threshold * int(load_E.sum())
-
-    def _split(self, topology: Topology) -> SlotSplit:
-        if self.variant == "laer":
-            return node_split(topology)
-        return lambda counts_R, hosts_C: even(counts_R, hosts_C.size)
 
     def _start(self, topology: Topology, extra: int) -> IntArray:
         if self.variant == "pack":

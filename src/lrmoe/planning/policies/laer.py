@@ -20,17 +20,15 @@ import numpy as np
 from lrmoe.planning.plan import LayerPlan, Traffic
 from lrmoe.planning.policies._info import PolicyInfo
 from lrmoe.planning.policies._layout import (
-    SlotSplit,
-    assemble,
     check_option,
     check_slots,
     even_layout,
-    over_copies,
+    make_plan,
     past_counts,
     slots_of,
+    split_evenly,
 )
 from lrmoe.planning.problem import IntArray, Problem, Topology
-from lrmoe.planning.split import node_even
 
 INFO = PolicyInfo(
     title="LAER-MoE",
@@ -80,10 +78,9 @@ class Laer:
         copies_RE = even_layout(topology, extra)
         if past_RE is not None:
             copies_RE = self._best(past_RE, topology, topology.experts_per_rank + extra)
-        split = node_split(topology)
-        return assemble(
-            problem, copies_RE, over_copies(problem, copies_RE, split), traffic=self._traffic(copies_RE)
-        )
+        # "Lite" routing: evenly over the copies in the source's node, over all copies where it has none.
+        assign_RJ = split_evenly(problem.counts_RE, copies_RE, topology.node_R)
+        return make_plan(problem, copies_RE, assign_RJ, traffic=self._traffic(copies_RE))
 
     def _best(self, past_RE: IntArray, topology: Topology, per_rank: int) -> IntArray:
         """The candidate layout with the least estimated time on the last call's counts."""
@@ -91,14 +88,15 @@ class Laer:
         layouts = [
             place(load_E, count_E, per_rank, topology) for count_E in _candidates(load_E, per_rank, topology)
         ]
+        if len(layouts) == 1:
+            return layouts[0]
         return min(layouts, key=lambda copies_RE: self._seconds(past_RE, copies_RE, topology))
 
     def _seconds(self, past_RE: IntArray, copies_RE: IntArray, topology: Topology) -> float:
         """4 exchanges of all sources plus 3 (or 4) forwards of the most loaded rank."""
-        past = Problem(counts_RE=past_RE, topology=topology)
-        plan = assemble(past, copies_RE, over_copies(past, copies_RE, node_split(topology)))
+        assign_RJ = split_evenly(past_RE, copies_RE, topology.node_R)
         sent_RR = np.zeros((topology.ranks, topology.ranks), dtype=np.int64)
-        np.add.at(sent_RR.T, plan.instance_rank_J, plan.assign_RJ.T)
+        np.add.at(sent_RR.T, np.nonzero(copies_RE)[0], assign_RJ.T)
         same = topology.node_R[:, None] == topology.node_R
         inside, local = int(sent_RR[same].sum()), int(np.trace(sent_RR))
         exchange = self.pair_bytes * (
@@ -120,11 +118,6 @@ class Laer:
             state_R=none_R,
             resident_R=none_R,
         )
-
-
-def node_split(topology: Topology) -> SlotSplit:
-    """The "lite" routing: evenly over the copies in the source's node, over all copies where it has none."""
-    return lambda counts_R, hosts_C: node_even(counts_R, hosts_C, topology.node_R)
 
 
 def floor_copies(topology: Topology, per_rank: int) -> int:

@@ -17,7 +17,14 @@ import numpy as np
 
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies._info import PolicyInfo
-from lrmoe.planning.policies._layout import assemble, check_option, check_slots, held_traffic, home_layout
+from lrmoe.planning.policies._layout import (
+    check_option,
+    check_slots,
+    held_traffic,
+    home_layout,
+    make_plan,
+    split_each,
+)
 from lrmoe.planning.problem import IntArray, Problem
 from lrmoe.planning.split import interval
 
@@ -76,7 +83,8 @@ class LLEP:
             sent_RJ[:, [column[rank] for rank in pairs_of]] = interval(problem.counts_RE[:, expert], quota)
             return sent_RJ
 
-        return assemble(problem, copies_RE, in_order, traffic=held_traffic(problem, copies_RE))
+        assign_RJ = split_each(problem.counts_RE, copies_RE, in_order)
+        return make_plan(problem, copies_RE, assign_RJ, traffic=held_traffic(problem, copies_RE))
 
     def cap(self, problem: Problem) -> int:
         """Pairs a rank may get unless the remainder of an expert is forced on it."""

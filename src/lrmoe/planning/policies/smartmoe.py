@@ -17,10 +17,10 @@ import numpy as np
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies._info import PolicyInfo
 from lrmoe.planning.policies._layout import (
-    assemble,
     check_option,
     due,
     home_layout,
+    make_plan,
     past_counts,
     previous_layout,
     resident_traffic,
@@ -65,8 +65,8 @@ class SmartMoE:
         if past_RE is not None and due(problem, self.interval, first=self.interval):
             new_E = _better(past_RE.sum(axis=0), old_E, problem.topology.ranks)
         old_RE, new_RE = _layout(old_E, problem), _layout(new_E, problem)
-        traffic = resident_traffic(old_RE, new_RE, home_slots=problem.topology.experts_per_rank)
-        return assemble(problem, new_RE, _never_split, traffic=traffic)
+        traffic = resident_traffic(old_RE, new_RE, slots=0)
+        return make_plan(problem, new_RE, problem.counts_RE[:, np.nonzero(new_RE)[1]], traffic=traffic)
 
     def _owners_before(self, problem: Problem) -> IntArray:
         """Owner of every expert in the last plan, or its home, int64 (E,)."""
@@ -80,10 +80,6 @@ def _layout(owner_E: IntArray, problem: Problem) -> IntArray:
     copies_RE = np.zeros_like(problem.counts_RE)
     copies_RE[owner_E, np.arange(owner_E.size)] = 1
     return copies_RE
-
-
-def _never_split(expert: int, hosts_J: IntArray) -> IntArray:
-    raise AssertionError("a permutation gives every expert one host")
 
 
 def _better(load_E: IntArray, owner_E: IntArray, ranks: int) -> IntArray:

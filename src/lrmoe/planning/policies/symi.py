@@ -18,10 +18,9 @@ import numpy as np
 from lrmoe.errors import PlanError
 from lrmoe.planning.plan import LayerPlan, Traffic
 from lrmoe.planning.policies._info import PolicyInfo
-from lrmoe.planning.policies._layout import assemble, check_option, past_counts
+from lrmoe.planning.policies._layout import check_option, make_plan, past_counts, split_evenly
 from lrmoe.planning.problem import IntArray, Problem
 from lrmoe.planning.quotas import split_quota
-from lrmoe.planning.split import even
 
 INFO = PolicyInfo(
     title="SYMI",
@@ -65,16 +64,10 @@ class Symi:
         copies_RE = _contiguous(copies_E, slots, problem.topology.ranks)
         sent_RE = self._within_capacity(problem, copies_E)
         overflow_RE = problem.counts_RE - sent_RE
-
-        def over_slots(expert: int, hosts_J: IntArray) -> IntArray:
-            copies_J = copies_RE[hosts_J, expert]
-            sent_RC = even(sent_RE[:, expert], int(copies_J.sum()))
-            return np.add.reduceat(sent_RC, np.cumsum(copies_J) - copies_J, axis=1)
-
-        return assemble(
+        return make_plan(
             problem,
             copies_RE,
-            over_slots,
+            split_evenly(sent_RE, copies_RE),
             traffic=_traffic(problem, slots),
             overflow_RE=overflow_RE if overflow_RE.any() else None,
         )

@@ -18,7 +18,14 @@ import numpy as np
 
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies._info import PolicyInfo
-from lrmoe.planning.policies._layout import assemble, check_option, check_slots, home_layout, slots_of
+from lrmoe.planning.policies._layout import (
+    check_option,
+    check_slots,
+    home_layout,
+    make_plan,
+    slots_of,
+    split_each,
+)
 from lrmoe.planning.problem import FloatArray, IntArray, Problem
 from lrmoe.planning.split import bfs_dfs
 
@@ -72,7 +79,7 @@ class TopoEP:
             sent_RJ[:, ~away_J] = (counts_R - sent_RJ.sum(axis=1))[:, None]
             return sent_RJ
 
-        return assemble(problem, copies_RE, spill)
+        return make_plan(problem, copies_RE, split_each(problem.counts_RE, copies_RE, spill))
 
     def clones(self, problem: Problem) -> list[tuple[int, int, int]]:
         """Expert, rank and pairs of every clone, in the order of matching."""

@@ -10,13 +10,21 @@ topology has several nodes each node is one NVLink domain with a mean of its own
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies._info import PolicyInfo
-from lrmoe.planning.policies._layout import assemble, check_option, check_slots, home_layout, slots_of
+from lrmoe.planning.policies._layout import (
+    check_option,
+    check_slots,
+    home_layout,
+    make_plan,
+    slots_of,
+    split_each,
+)
 from lrmoe.planning.problem import IntArray, Problem
 from lrmoe.planning.split import local_first, quota_prop
 
@@ -91,7 +99,7 @@ class UltraEP:
                 return quota_prop(counts_R, quota_J)
             return local_first(counts_R, hosts_J, quota_J)
 
-        return assemble(problem, copies_RE, by_quota)
+        return make_plan(problem, copies_RE, split_each(problem.counts_RE, copies_RE, by_quota))
 
     def caps(self, problem: Problem) -> list[int]:
         """The cap tau found for each domain: no rank is planned more pairs."""
@@ -112,13 +120,14 @@ class _Solver:
     def __init__(self, policy: UltraEP, problem: Problem, ranks: IntArray) -> None:
         self.policy = policy
         self.slots = slots_of(problem, policy.slots)
-        self.ranks = ranks
-        self.load_E = problem.counts_E
-        load_R = self.load_E.reshape(problem.topology.ranks, -1).sum(axis=1)
-        self.load_D = load_R[ranks]
+        self.ranks: list[int] = ranks.tolist()
         n = problem.topology.experts_per_rank
-        by_load = np.argsort(-self.load_E.reshape(-1, n), axis=1, kind="stable")
-        self.experts_D = (by_load + np.arange(problem.topology.ranks)[:, None] * n)[ranks]
+        load_DL = problem.counts_E.reshape(-1, n)[ranks]
+        self.load_D = load_DL.sum(axis=1)
+        self.sources: list[int] = np.argsort(-self.load_D, kind="stable").tolist()
+        order_DL = np.argsort(-load_DL, axis=1, kind="stable")
+        self.experts: list[list[int]] = (order_DL + ranks[:, None] * n).tolist()
+        self.loads: list[int] = problem.counts_E.tolist()
         mean = float(self.load_D.sum()) / ranks.size
         self.low = int(np.ceil(mean * policy.balance_threshold))
         self.high = max(self.low, int(self.load_D.max()))
@@ -134,20 +143,20 @@ class _Solver:
         return self._search(self.policy.min_tokens_per_replica)
 
     def _search(self, floor: int) -> tuple[list[Replica], int]:
-        low, high = self._coarse(), self.high
-        found, best = self.oracle(low, floor), low
-        while found is None:
-            # Invariant: low fails, high holds.
-            points = sorted({low + (high - low) * k // _LANES for k in range(1, _LANES)} - {low} | {high})
-            for tau in points:
+        """The smallest cap that holds with replicas of at least `floor` pairs, from the coarse bound up."""
+        low = self._coarse()
+        if (found := self.oracle(low, floor)) is not None:
+            return found, low
+        high, found = self.high, []  # at the highest load nothing has to move
+        while high - low > 1:
+            points = {low + (high - low) * k // _LANES for k in range(1, _LANES)} - {low}
+            for tau in sorted(points):
                 plan = self.oracle(tau, floor)
                 if plan is not None:
-                    high = tau
+                    high, found = tau, plan
                     break
                 low = tau
-            if high - low <= 1:
-                found, best = self.oracle(high, floor), high
-        return found, best
+        return found, high
 
     def _coarse(self) -> int:
         """Smallest cap at which the free room could take the excess if slots were no limit."""
@@ -162,51 +171,54 @@ class _Solver:
 
     def oracle(self, tau: int, floor: int | None) -> list[Replica] | None:
         """Replicas that bring every rank to `tau`, or None. `floor` None: the least share adapts to what is left."""
-        excess_D = np.maximum(self.load_D - tau, 0)
-        room_D = np.maximum(tau - self.load_D, 0)
-        if excess_D.sum() > room_D.sum():
+        over_D: list[int] = (self.load_D - tau).tolist()
+        if sum(over_D) > 0:
             return None
-        free_D = np.full(self.ranks.size, self.slots, dtype=np.int64)
-        records: list[Replica] = []
-        for source in np.argsort(-self.load_D, kind="stable").tolist():
-            need = int(excess_D[source])
-            if need == 0:
+        open_ranks = [(over, d) for d, over in enumerate(over_D) if over < 0 and self.slots > 0]
+        state = _Room(open_ranks, [self.slots] * len(over_D), floor)
+        for source in self.sources:
+            need = over_D[source]
+            if need <= 0:
                 break
-            for expert in self.experts_D[source].tolist():
-                need -= self._export(expert, need, room_D, free_D, floor, records)
+            for expert in self.experts[source]:
+                left = max(self.loads[expert] - (not self.policy.allow_zero_master), 0)
+                need -= state.export(expert, min(need, left), need)
                 if need == 0:
                     break
             if need > 0:
                 return None
-        return records
+        return [(expert, self.ranks[d], pairs) for expert, d, pairs in state.records]
 
-    def _export(
-        self,
-        expert: int,
-        need: int,
-        room_D: IntArray,
-        free_D: IntArray,
-        floor: int | None,
-        records: list[Replica],
-    ) -> int:
-        """Export up to `need` pairs of one expert; updates room, slots and records; returns what was exported."""
-        load = int(self.load_E[expert])
-        left = load if self.policy.allow_zero_master else max(load - 1, 0)
-        open_D = (room_D > 0) & (free_D > 0)
+
+class _Room:
+    """Room and free slots of the ranks of a domain while replicas are handed out.
+
+    `heap` holds (-room, rank) of ranks with both; all ranks on it may take the expert being exported.
+    """
+
+    def __init__(self, open_ranks: list[tuple[int, int]], free: list[int], floor: int | None) -> None:
+        self.heap = open_ranks
+        heapq.heapify(self.heap)
+        self.free = free
+        self.floor = floor
+        self.records: list[Replica] = []
+
+    def export(self, expert: int, left: int, need: int) -> int:
+        """Give replicas of one expert, for at most `left` pairs, to the emptiest ranks; returns the pairs exported."""
         done = 0
-        while done < need and left > 0:
-            candidates = int(open_D.sum())
-            if candidates == 0:
-                break
-            least = max(1, -(-(need - done) // candidates)) if floor is None else floor
-            target = int(np.argmax(np.where(open_D, room_D, -1)))
-            pairs = min(need - done, int(room_D[target]), left)
+        used = []  # ranks that host the expert now
+        while done < left and self.heap:
+            room, rank = -self.heap[0][0], self.heap[0][1]
+            least = max(1, -(-(need - done) // len(self.heap))) if self.floor is None else self.floor
+            pairs = min(left - done, room)
             if pairs < least:
                 break
-            records.append((expert, int(self.ranks[target]), pairs))
-            room_D[target] -= pairs
-            free_D[target] -= 1
-            open_D[target] = False
-            left -= pairs
+            heapq.heappop(self.heap)
+            self.records.append((expert, rank, pairs))
+            self.free[rank] -= 1
+            used.append((pairs - room, rank))
             done += pairs
+        for entry in used:
+            if entry[0] < 0 and self.free[entry[1]] > 0:
+                heapq.heappush(self.heap, entry)
         return done
