@@ -6,6 +6,7 @@ Shape letters: R ranks, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -158,22 +159,22 @@ class Problem:
             if getattr(self, name) < 0:
                 raise PlanError(f"{name}={getattr(self, name)}: must not be negative")
 
-    @property
+    @cached_property
     def counts_E(self) -> IntArray:
         """Pairs of each expert over all sources, int64 (E,)."""
         return self.counts_RE.sum(axis=0)
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         """All pairs of the call."""
-        return int(self.counts_RE.sum())
+        return int(self.counts_E.sum())
 
     @property
     def drop_cap(self) -> int:
         """Most pairs that backward may leave out: floor(max_drop * pairs)."""
         return int(self.max_drop * self.pairs)
 
-    @property
+    @cached_property
     def floor_E(self) -> IntArray:
         """Least quota of each expert: min(count, min_keep), int64 (E,)."""
         return np.minimum(self.counts_E, self.min_keep)
