@@ -96,7 +96,7 @@ def _run(preset: str, values: Mapping[str, Any], as_json: bool) -> int:
         print(*lines(summary), sep="\n")
     for table in (tables.headline(loaded), tables.fairness(loaded)):
         console.print(table.rich())
-    console.print(html.verdict(loaded), markup=False, highlight=False)
+    console.print(html.verdict(loaded), markup=False, highlight=False, soft_wrap=True)
     console.print(f"{page}  ({summary['total_s']:.0f} s)", markup=False, highlight=False, soft_wrap=True)
     sys.stdout.flush()
     return 0 if all(entry["reached"] for entry in summary["systems"].values()) else 1

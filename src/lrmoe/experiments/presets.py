@@ -17,7 +17,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # Expert GEMMs are nine tenths of the MoE layer at this width. The learning rate falls over `max_steps`, so that the
     # loss crosses the target on a slope, not on a plateau where a step more or less would be chance.
     "demo": {
-        "compare": {"systems": ["megatron", "lrmoe"], "target_loss": 2.2, "max_steps": 140, "ep": 2},
+        "compare": {"systems": ["megatron", "lrmoe"], "target_loss": 2.3, "max_steps": 110, "ep": 2},
         "model": {"preset": "qwen3-moe-tiny", "overrides": {"moe_intermediate_size": 512}},
         "data": {"seq_len": 256},
         "optim": {"lr": 2e-3, "warmup_steps": 10},
@@ -27,15 +27,15 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "small": {
         "compare": {
             "systems": ["megatron", "lrmoe", "lrmoe-sampled50", "lrmoe-topk20"],
-            "target_loss": 1.9,
-            "max_steps": 1000,
+            "target_loss": 2.1,
+            "max_steps": 300,
             "ep": 2,
             "smoothing_steps": 20,
         },
-        "model": {"preset": "qwen3-moe-tiny"},
+        "model": {"preset": "qwen3-moe-tiny", "overrides": {"moe_intermediate_size": 512}},
         "data": {"seq_len": 256},
         "optim": {"lr": 2e-3, "warmup_steps": 20},
-        "train": {"batch_size": 8},
+        "train": {"batch_size": 6},
         "lrmoe": {**_COMMON_LRMOE, "warmup_steps": 20},
     },
 }
