@@ -157,18 +157,23 @@ def pack(load_E: IntArray, count_E: IntArray, per_rank: int, ranks: int) -> IntA
 def _rounds(load_E: IntArray, copies_RE: IntArray, topology: Topology, per_rank: int) -> IntArray:
     """Variant laer: up to ten rounds, each kept if the highest load or the spread of loads falls."""
     for _ in range(_ROUNDS):
-        load_R = slot_loads(load_E, copies_RE)
-        if load_R.max() <= load_R.min():
+        high, low = _extremes(load_E, copies_RE)
+        if high <= low:
             break
         trial_RE = _round(load_E, copies_RE, topology, per_rank)
         if trial_RE is None:
             break
-        trial_R = slot_loads(load_E, trial_RE)
-        flatter = trial_R.max() * load_R.min() < load_R.max() * trial_R.min()
-        if trial_R.max() >= load_R.max() and not flatter:
+        new_high, new_low = _extremes(load_E, trial_RE)
+        if new_high >= high and new_high * low >= high * new_low:
             break
         copies_RE = trial_RE
     return copies_RE
+
+
+def _extremes(load_E: IntArray, copies_RE: IntArray) -> tuple[int, int]:
+    """Highest and lowest rank load, as Python integers: their products may leave int64."""
+    load_R = slot_loads(load_E, copies_RE)
+    return int(load_R.max()), int(load_R.min())
 
 
 def _round(load_E: IntArray, copies_RE: IntArray, topology: Topology, per_rank: int) -> IntArray | None:

@@ -85,9 +85,10 @@ def _layout(owner_E: IntArray, problem: Problem) -> IntArray:
 def _better(load_E: IntArray, owner_E: IntArray, ranks: int) -> IntArray:
     """The greedy permutation if its most loaded rank has less than now, else the owners as they are, int64 (E,)."""
     new_E = greedy(load_E, owner_E, ranks)
-    new_peak = np.bincount(new_E, weights=load_E, minlength=ranks).max()
-    old_peak = np.bincount(owner_E, weights=load_E, minlength=ranks).max()
-    return new_E if new_peak < old_peak else owner_E
+    new_R, old_R = np.zeros((2, ranks), dtype=np.int64)
+    np.add.at(new_R, new_E, load_E)
+    np.add.at(old_R, owner_E, load_E)
+    return new_E if new_R.max() < old_R.max() else owner_E
 
 
 def greedy(load_E: IntArray, owner_E: IntArray, ranks: int) -> IntArray:
