@@ -79,7 +79,7 @@ def test_the_sentence_and_the_tiles_say_the_ratio(compared: Run) -> None:
     assert base is not None
     assert ours is not None
     assert f"lrmoe in {ours / base:.3g} of it" in html.verdict(compared)
-    assert html.tiles(compared)[0][1] == f"{ours / base:.2f}x"
+    assert html.tiles(compared)[0][1] == f"{ours / base:.2f}"
 
 
 def test_an_unreached_target_claims_no_ratio(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         ("steps", "steps", "optimizer steps to the target loss"),
     )
     return [
-        (title, f"{ratio:.2f}x", f"{explanation}, {ours.name} / {base.name}")
+        (title, f"{ratio:.2f}", f"{explanation}, {ours.name} / {base.name}")
         for title, name, explanation in names
         if (ratio := _ratio(ours, base, name)) is not None
     ]
