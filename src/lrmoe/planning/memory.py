@@ -100,7 +100,7 @@ def predict_bytes(shape: ExpertShape, plan: LayerPlan, rank: int, run: Execution
     return {
         "weights": weights,
         "grads": weights if run.differentiable and run.weight_gradient else 0,
-        "replicas": int(plan.replicas_R[rank]) * replica_bytes(shape, run),
+        "replicas": int(held_R(plan)[rank]) * replica_bytes(shape, run),
         **{part: int(size[0]) for part, size in parts.items()},
     }
 
@@ -222,11 +222,21 @@ def call_bytes(
     fixed = {
         "weights": each * (local * shape.weight_bytes),
         "grads": each * (local * shape.params * gradient_bytes if trains else 0),
-        "replicas": plan.replicas_R * replica_bytes(shape, run),
+        "replicas": held_R(plan) * replica_bytes(shape, run),
     }
     return PassBytes(
         forward=add_parts(fixed, rows.kept, rows.forward), backward=add_parts(fixed, rows.kept, rows.backward)
     )
+
+
+def held_R(plan: LayerPlan) -> IntArray:
+    """Experts whose weights a rank holds beside its own share, int64 (R,).
+
+    Resident slots, and what was fetched for the call beyond them; an expert that a policy has moved for good is part
+    of the share of the rank where it lives.
+    """
+    resident_R = plan.moved.resident_R
+    return resident_R + np.minimum(plan.moved.fetch_R, np.maximum(plan.replicas_R - resident_R, 0))
 
 
 def call_rows(shape: ExpertShape, plan: LayerPlan, run: Execution) -> CallRows:
@@ -291,6 +301,6 @@ def published_bytes(shape: ExpertShape, plan: LayerPlan) -> dict[str, IntArray]:
     rows_R = np.maximum(plan.forward_load_R, plan.backward_load_R)
     return {
         "base": np.full(plan.topology.ranks, plan.topology.experts_per_rank * expert, dtype=np.int64),
-        "replicas": plan.replicas_R * expert,
+        "replicas": held_R(plan) * expert,
         "tokens": rows_R * (PUBLISHED_HIDDEN_ROWS * shape.row_bytes),
     }

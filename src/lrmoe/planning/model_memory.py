@@ -21,6 +21,7 @@ from lrmoe.planning.memory import (
     Rows,
     add_parts,
     call_rows,
+    held_R,
     replica_bytes,
     rows_cost,
 )
@@ -97,7 +98,7 @@ def model_bytes(shape: ExpertShape, plan: LayerPlan, run: Execution, training: T
         "grads": each * (training.layers * params * training.gradient_bytes),
         "optimizer": each * (training.layers * state),
         "replicas": training.layers * resident_R * per_slot
-        + np.maximum(plan.replicas_R - resident_R, 0) * replica_bytes(shape, run),
+        + (held_R(plan) - resident_R) * replica_bytes(shape, run),
     }
     kept = {part: size * training.waiting for part, size in rows.kept.items()}
     fresh = {"grads": each * (params * shape.element_bytes)}

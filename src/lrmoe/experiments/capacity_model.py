@@ -1,0 +1,142 @@
+"""What a capacity question is about: the model by name or file, sizes people type, and memory that is not MoE."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lrmoe.errors import ConfigError, PlanError, require_extra
+from lrmoe.planning.model_memory import OPTIMIZERS, Training
+from lrmoe.planning.shapes import SHAPES, ModelShape, get_shape, shape_from_config
+from lrmoe.training.presets import PRESETS
+
+_UNITS = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[kmgt]?i?b|)\s*", re.IGNORECASE)
+LOSS_TOKENS = 4096  # tokens whose logits are alive together
+
+
+def parse_size(field: str, text: str, whole: int | None = None) -> int:
+    """Bytes of "60GiB", "512MiB", "60%" (of `whole`) or a plain number.
+
+    Raises:
+        ConfigError: another form, a negative number or zero, or a share above 100 %; names the field.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = match.group(2).lower() if match else "?"
+    if match is None or (unit and unit != "%" and unit not in _UNITS) or (unit == "%" and whole is None):
+        raise ConfigError(
+            f"{field}={text!r}: must be a positive size like 60GiB, 512MiB, 60% or a number of bytes"
+        )
+    value = float(match.group(1))
+    if unit == "%":
+        if value > 100:
+            raise ConfigError(f"{field}={text!r}: must be at most 100%")
+        value *= (whole or 0) / 100
+    else:
+        value *= _UNITS.get(unit, 1)
+    if value < 1:
+        raise ConfigError(f"{field}={text!r}: must be at least one byte")
+    return int(value)
+
+
+def find_model(name: str) -> ModelShape:
+    """The sizes of a model.
+
+    Args:
+        name: a published name (shapes.SHAPES), a preset of `lrmoe train`, or the path of a transformers config.json
+            or of the folder that holds one. A file that leaves out what its class has defaults for is completed by
+            transformers, where that is installed.
+
+    Raises:
+        ConfigError: no such model or file, or a configuration without experts.
+        MissingExtraError: the file has to be completed and transformers is not installed.
+    """
+    try:
+        if name in PRESETS:
+            preset = PRESETS[name]
+            return shape_from_config(_complete({"model_type": preset.model_type, **preset.fields}), name)
+        path = Path(name)
+        if path.suffix == ".json" or path.exists():
+            return _from_file(path)
+        return get_shape(name)
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _from_file(path: Path) -> ModelShape:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"model={str(file)!r}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"model={str(file)!r}: not JSON ({error})") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"model={str(file)!r}: must hold one JSON object, a transformers configuration")
+    named = file.parent.name if file.name == "config.json" else file.stem
+    name = str(config.get("_name_or_path") or "") or named
+    try:
+        return shape_from_config(config, name)
+    except PlanError:
+        if "model_type" not in config:
+            raise
+        return shape_from_config(_complete(config), name)
+
+
+def _complete(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with its class's defaults filled in."""
+    transformers = require_extra("transformers", "transformers")
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        full: Mapping[str, Any] = transformers.AutoConfig.for_model(config["model_type"], **fields).to_dict()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model: transformers refuses the configuration: {str(error).splitlines()[0]}"
+        ) from error
+    return full
+
+
+def known_models() -> tuple[str, ...]:
+    """Names that `find_model` knows without a file."""
+    return (*(shape.name for shape in SHAPES.values()), *PRESETS)
+
+
+def reserved_estimate(
+    model: ModelShape, *, tokens: int, gpus: int, training: Training, element_bytes: int = 2
+) -> dict[str, int]:
+    """Bytes per rank of all that is not routed experts: an estimate, by part.
+
+    Everything but the experts is taken to be fully sharded over all GPUs (FSDP), with one layer gathered at a time;
+    activations as a fused attention keeps them, or with checkpointing the layers' inputs and one layer in full;
+    logits for at most LOSS_TOKENS tokens at a time.
+
+    Args:
+        tokens: of a rank's micro-batch. gpus: all of the job. training: gradient size, optimizer, checkpointing.
+    """
+    share = -(-model.other_params // gpus)
+    layer = model.attention.params(model.hidden) + 3 * model.hidden * max(
+        model.shared_width, model.dense_width
+    )
+    kept = model.token_elements
+    if training.checkpointing:
+        kept = model.layers * model.hidden + -(-model.token_elements // model.layers)
+    return {
+        "weights": share * element_bytes,
+        "grads": share * training.gradient_bytes,
+        "optimizer": share * OPTIMIZERS[training.optimizer],
+        "gathered layer": 2 * max(layer, model.vocab * model.hidden) * element_bytes,
+        "activations": tokens * kept * element_bytes,
+        "logits": min(tokens, LOSS_TOKENS) * model.vocab * (4 + element_bytes),
+    }
