@@ -71,43 +71,70 @@ def fewest_drops(load_R: IntArray, floor_R: IntArray, target: int) -> IntArray:
 
 def least_peak(load_R: IntArray, floor_R: IntArray, cap: int) -> int:
     """Smallest integer T such that cutting every rank to T leaves out at most `cap` pairs (bisection)."""
+
+    def fits(level: int) -> bool:
+        return int(fewest_drops(load_R, floor_R, level).sum()) <= cap
+
     low, high = 0, int(load_R.max(initial=0))
+    even = min(max(-(-(int(load_R.sum()) - cap) // max(load_R.size, 1)), 0), high)
+    if fits(even):  # the usual case: all ranks come down to one level, and one try more proves it least
+        high = even
+        if even > 0 and not fits(even - 1):
+            return even
+    else:
+        low = even + 1
     while low < high:
         middle = (low + high) // 2
-        if int(fewest_drops(load_R, floor_R, middle).sum()) <= cap:
+        if fits(middle):
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def drops_per_rank(problem: Problem, load_R: IntArray, floor_R: IntArray) -> IntArray:
-    """Pairs each rank leaves out: least peak first, then exactly the cap where `drop` says always.
+def overload_goal(problem: Problem) -> int:
+    """The load that is low enough, 0 where the whole cap is dropped whatever the loads."""
+    if problem.drop == "always":
+        return 0
+    return int(np.ceil(problem.peak_target * problem.pairs / problem.topology.ranks))
 
-    Below the least peak only single pairs are left of the cap; they come off the ranks at the water level.
+
+def cut_ranks(
+    problem: Problem, load_R: IntArray, floor_R: IntArray, goal: int, cap_R: IntArray | None = None
+) -> IntArray:
+    """Pairs each rank leaves out, int64 (R,): least peak first, then exactly the cap where `drop` says always.
+
+    Ranks are brought under their caps `cap_R` first where the drop cap suffices for that. Below the least peak only
+    single pairs are left of the cap; they come off the ranks at the water level.
     """
-    cap = problem.drop_cap
-    level = least_peak(load_R, floor_R, cap)
+    cap, drops = problem.drop_cap, np.zeros_like(load_R)
+    if cap_R is not None:
+        over = fewest_drops(load_R, np.maximum(floor_R, cap_R), 0)
+        drops = over if int(over.sum()) <= cap else drops
+    rest_R = load_R - drops
+    level = least_peak(rest_R, floor_R, cap - int(drops.sum()))
+    drops = drops + fewest_drops(rest_R, floor_R, max(level, goal))
     if problem.drop == "overload":
-        goal = int(np.ceil(problem.peak_target * problem.pairs / problem.topology.ranks))
-        return fewest_drops(load_R, floor_R, max(level, goal))
-    drops = fewest_drops(load_R, floor_R, level)
+        return drops
     rest = cap - int(drops.sum())
     movable = np.flatnonzero((load_R - drops >= level) & (load_R - drops > floor_R))[:rest]
     drops[movable] += 1
     return drops
 
 
-def home_quotas(problem: Problem) -> IntArray:
-    """Quotas with every expert at home: int64 (E,), legal for `problem`, of least peak."""
+def home_quotas(problem: Problem, cap_R: IntArray | None = None) -> IntArray:
+    """Quotas with every expert at home: int64 (E,), legal for `problem`, of least peak.
+
+    Ranks keep at most cap_R pairs, int64 (R,), where that is given and the drop cap suffices for it.
+    """
     topology, counts = problem.topology, problem.counts_E
     if problem.drop_cap == 0 or (problem.drop == "overload" and topology.ranks == 1):
         return counts
     shape = (topology.ranks, topology.experts_per_rank)
     counts_RL, floor_RL = counts.reshape(shape), problem.floor_E.reshape(shape)
-    weight_RL = _loss_weight(problem).reshape(shape)
+    weight_RL = loss_weight(problem).reshape(shape)
     load_R, floor_R = counts_RL.sum(axis=1), floor_RL.sum(axis=1)
-    drops_R = drops_per_rank(problem, load_R, floor_R)
+    drops_R = cut_ranks(problem, load_R, floor_R, overload_goal(problem), cap_R)
     quota_RL = counts_RL.copy()
     for rank in np.flatnonzero(drops_R):
         keep = int(load_R[rank] - drops_R[rank])
@@ -115,7 +142,7 @@ def home_quotas(problem: Problem) -> IntArray:
     return quota_RL.reshape(-1)
 
 
-def _loss_weight(problem: Problem) -> FloatArray:
+def loss_weight(problem: Problem) -> FloatArray:
     """Weight of each expert's quota: its sum of scores where history knows it, its count where not.
 
     One sampling constant for all experts of a rank (quota proportional to the sum of scores) is the variance optimum

@@ -11,6 +11,7 @@ Shape letters: R ranks, E experts, J instances.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -103,7 +104,7 @@ def _groups(expert_J: IntArray) -> list[list[int]]:
     starts = np.flatnonzero(np.diff(expert_J[order])) + 1
     edges = [0, *starts.tolist(), len(order)]
     listed = order.tolist()
-    return [listed[a:b] for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [listed[a:b] for a, b in pairwise(edges) if b > a]
 
 
 def _join_wires(network: Network, wire: list[int]) -> None:
