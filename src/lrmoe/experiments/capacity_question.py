@@ -113,7 +113,7 @@ class Question:
         if self.model.experts < self.ranks or self.model.experts % self.ranks:
             near = [r for r in range(1, self.model.experts + 1) if self.model.experts % r == 0]
             raise ConfigError(
-                f"ep={self.ranks}: {self.model.name} has {self.model.experts} experts, which must be a multiple of the "
+                f"{'gpus' if self.ep is None else 'ep'}={self.ranks}: {self.model.name} has {self.model.experts} experts, which must be a multiple of the "
                 f"ranks that share them; valid: {', '.join(map(str, near))}"
             )
         if self.gpus % self.node_count:

@@ -1,0 +1,208 @@
+"""The `plan` command: one question, or a table of many."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lrmoe.errors import ConfigError, InfeasibleError, PlanError
+from lrmoe.experiments import capacity_figures as figures
+from lrmoe.experiments import capacity_report as report
+from lrmoe.experiments.capacity import largest_micro_batch, solve
+from lrmoe.experiments.capacity_advice import advise
+from lrmoe.experiments.capacity_model import find_model, parse_size
+from lrmoe.experiments.capacity_question import Question
+from lrmoe.planning.calibration import Calibration
+from lrmoe.planning.hardware import Hardware, get_hardware
+from lrmoe.telemetry.figures import figure
+
+_GRADS = {"fp32": 4, "bf16": 2}
+_SWEPT: Mapping[str, Callable[[str], Any]] = {
+    "gpus": int,
+    "ep": int,
+    "nodes": int,
+    "micro_batch": int,
+    "seq": int,
+    "slots": int,
+    "max_drop": float,
+    "peak": float,
+    "policy": str,
+    "model": str,
+    "hardware": str,
+}
+_CSV = Path("runs/plan/capacity.csv")
+
+
+def plan(
+    *,
+    model: str,
+    hardware: str = "h100",
+    sweep: Sequence[str] = (),
+    csv: Path | None = None,
+    as_json: bool = False,
+    **options: Any,
+) -> int:
+    """Print what a model needs on some GPUs, or with several hardware names or a sweep one table of all cases.
+
+    Args:
+        model: names or files, comma-separated. hardware: names, comma-separated.
+        sweep: "gpus=8,16": an option and the values it takes; all combinations.
+        csv: where a sweep's table goes; None: runs/plan/capacity.csv.
+        as_json: figures to stdout, one JSON object a line, instead of the tables.
+        options: the other options of the command, as typed.
+
+    Returns:
+        0; 3 where nothing fits (for a sweep: no case).
+
+    Raises:
+        ConfigError: a bad value, or an unknown model, device, policy or option.
+    """
+    axes = _axes(model, hardware, sweep)
+    if all(len(values) == 1 for values in axes.values()) and csv is None and not sweep:
+        case = {name: values[0] for name, values in axes.items()}
+        return _one(_question({**options, **case}), as_json)
+    return _many(axes, options, csv or _CSV, as_json)
+
+
+def _one(question: Question, as_json: bool) -> int:
+    from rich.console import Console
+
+    answer = solve(question)
+    largest = largest_micro_batch(question)
+    advice = [] if answer.fits else advise(answer)
+    console = Console(stderr=as_json)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    if as_json:
+        print(figures.json_lines(figures.figures(answer, largest, advice)))
+    say(report.describe(answer))
+    for table in (report.memory_table(answer), report.load_table(answer), report.time_table(answer)):
+        console.print(table.rich())
+    for line in report.assumptions(answer):
+        say(line)
+    if answer.fits:
+        say(report.verdict(answer, largest))
+        return 0
+    say("What would fit:")
+    for line in report.advice_lines(advice):
+        say(line)
+    raise InfeasibleError(report.verdict(answer, largest))
+
+
+def _many(axes: Mapping[str, Sequence[str]], options: Mapping[str, Any], csv: Path, as_json: bool) -> int:
+    from rich.console import Console
+    from rich.progress import track
+
+    console, progress = Console(stderr=as_json), Console(stderr=True)
+    cases = list(_cases(axes))
+    rows = [
+        _row({**options, **case})
+        for case in track(cases, description="planning", console=progress, disable=not progress.is_terminal)
+    ]
+    if all(row["fits"] == "-" for row in rows):
+        raise ConfigError(f"sweep: no case can be planned; the first: {rows[0]['why']}")
+    swept = [{"seq": "sequence"}.get(name, name) for name, values in axes.items() if len(values) > 1]
+    figures.write_csv(rows, csv)
+    if as_json:
+        print(figures.json_lines([_figure(row) for row in rows]))
+    console.print(report.sweep_table(rows, swept).rich())
+    for note in report.sweep_notes(rows, swept):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{csv}  ({len(rows)} cases)", markup=False, highlight=False, soft_wrap=True)
+    return 0 if any(row["fits"] == "yes" for row in rows) else 3
+
+
+def _row(options: Mapping[str, Any]) -> dict[str, Any]:
+    """One case; a layout that cannot be (more ranks than experts, say) is a row that says why."""
+    try:
+        question = _question(options)
+    except ConfigError as error:
+        names = {**options, "sequence": options["seq"]}
+        given = {name: names[name] for name in figures.COLUMNS if names.get(name) is not None}
+        return {**given, "fits": "-", "largest_micro_batch": 0, "why": str(error)}
+    return figures.sweep_row(solve(question), largest_micro_batch(question))
+
+
+def _figure(row: Mapping[str, Any]) -> dict[str, Any]:
+    case = f"plan.{str(row['model']).lower()}.{row['hardware']}.gpus{row['gpus']}"
+    return figure(
+        f"{case}.largest_micro_batch", row["largest_micro_batch"], "sequences", "higher", row=dict(row)
+    )
+
+
+def _axes(model: str, hardware: str, sweep: Sequence[str]) -> dict[str, list[str]]:
+    """Option -> values; model and hardware may be lists by themselves. Names are checked before anything runs."""
+    axes = {"model": _list("model", model), "hardware": _list("hardware", hardware)}
+    for text in sweep:
+        name, equals, values = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if name not in _SWEPT or not equals:
+            near = difflib.get_close_matches(name, list(_SWEPT), n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ConfigError(
+                f"sweep={text!r}: must be OPTION=A,B with an option of {', '.join(_SWEPT)}{hint}"
+            )
+        axes[name] = _list(f"sweep {name}", values)
+    for name in axes["model"]:
+        find_model(name)
+    for name in axes["hardware"]:
+        _device(name, None)
+    return axes
+
+
+def _list(field: str, text: str) -> list[str]:
+    values = [part.strip() for part in text.split(",") if part.strip()]
+    if not values:
+        raise ConfigError(f"{field}={text!r}: name at least one value")
+    return values
+
+
+def _cases(axes: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*axes.values()):
+        case = {}
+        for name, text in zip(axes, values, strict=True):
+            try:
+                case[name] = _SWEPT[name](text)
+            except ValueError as error:
+                raise ConfigError(f"sweep {name}={text!r}: must be a number") from error
+        yield case
+
+
+def _device(name: str, network_gbps: float | None) -> Hardware:
+    try:
+        device = get_hardware(name)
+        return device if network_gbps is None else device.with_network(network_gbps * 1e9 / 8)
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _question(options: Mapping[str, Any]) -> Question:
+    """The question that options, as typed, ask."""
+    given = dict(options)
+    device = _device(given.pop("hardware"), given.pop("network_gbps", None))
+    grads = given.pop("grads", "fp32")
+    if grads not in _GRADS:
+        raise ConfigError(f"grads={grads!r}: must be one of {', '.join(_GRADS)}")
+    for name in ("budget", "layer_budget", "reserved"):
+        if given.get(name) is not None:
+            given[name] = _bytes(name, given[name], device.memory_bytes)
+    given["calibration"] = _calibration(given.get("calibration"))
+    given["sequence"] = given.pop("seq")
+    given["model"] = find_model(given["model"])
+    return Question(**given, hardware=device, gradient_bytes=_GRADS[grads])
+
+
+def _bytes(field: str, text: str, whole: int) -> int:
+    return 0 if field == "reserved" and text.strip() == "0" else parse_size(field, text, whole)
+
+
+def _calibration(path: Path | None) -> Calibration:
+    try:
+        return Calibration() if path is None else Calibration.load(path)
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
