@@ -111,10 +111,11 @@ class Question:
         if self.gpus % self.ranks:
             raise ConfigError(f"ep={self.ranks}: must divide gpus={self.gpus}")
         if self.model.experts < self.ranks or self.model.experts % self.ranks:
-            near = [r for r in range(1, self.model.experts + 1) if self.model.experts % r == 0]
+            name, experts = "gpus" if self.ep is None else "ep", self.model.experts
+            valid = ", ".join(str(r) for r in range(1, experts + 1) if experts % r == 0)
             raise ConfigError(
-                f"{'gpus' if self.ep is None else 'ep'}={self.ranks}: {self.model.name} has {self.model.experts} experts, which must be a multiple of the "
-                f"ranks that share them; valid: {', '.join(map(str, near))}"
+                f"{name}={self.ranks}: {self.model.name} has {experts} experts, which must be a multiple of the ranks "
+                f"that share them; valid: {valid}"
             )
         if self.gpus % self.node_count:
             raise ConfigError(f"nodes={self.node_count}: must divide gpus={self.gpus}")

@@ -139,7 +139,7 @@ def sweep_table(rows: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> Tabl
         if row["fits"] != "-":
             found = (
                 f"{row['device_bytes'] / 2**30:.1f}",
-                f"{row['forward_peak']:.2f} / {row['backward_peak']:.2f}",
+                f"{row['forward_peak']:.2f}/{row['backward_peak']:.2f}",
                 number(row["layer_ms"], 4),
                 str(row["largest_micro_batch"]),
                 row["mode"].replace("layers checkpointed", "ckpt"),
