@@ -1,0 +1,155 @@
+"""Policies from a user's file: functions, classes, dataclasses; and every way they can be wrong, named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lrmoe.errors import PlanError
+from lrmoe.planning import get_policy
+from lrmoe.planning.policies import load_policy, policy_info
+from tests.planning.policies.helpers import ask
+
+GOOD = """
+from __future__ import annotations
+from dataclasses import dataclass
+from lrmoe.planning import LayerPlan, Problem, get_policy
+from lrmoe.planning.policies import PolicyInfo
+
+CONSTANT = 3
+
+def plan(problem: Problem) -> LayerPlan:
+    return get_policy("megatron")(problem)
+
+@dataclass(frozen=True, kw_only=True)
+class MyPolicy:
+    option: int = 1
+    INFO = PolicyInfo(
+        title="Mine", source="me", inputs="current counts", acts="every call", moves="nothing", slots="none"
+    )
+
+    def __call__(self, problem: Problem) -> LayerPlan:
+        return get_policy("ultraep")(problem)
+
+class NeedsArguments:
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, problem):
+        return plan(problem)
+
+class NotCallable:
+    pass
+
+def two(problem, more):
+    return plan(problem)
+
+def nothing():
+    return None
+
+async def later(problem):
+    return plan(problem)
+
+def returns_counts(problem):
+    return problem.counts_RE
+
+def loses_a_pair(problem):
+    import dataclasses
+    found = plan(problem)
+    sent = found.assign_RJ.copy()
+    sent[0, 0] -= 1
+    return dataclasses.replace(found, assign_RJ=sent)
+
+def other_topology(problem):
+    import dataclasses
+    from lrmoe.planning import Topology
+    topology = Topology(ranks=problem.topology.ranks, experts=problem.topology.experts, ranks_per_node=1)
+    return plan(dataclasses.replace(problem, topology=topology))
+
+def fails(problem):
+    return 1 / 0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_file.py"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_function_and_a_class_plan(file: Path) -> None:
+    problem = ask([[90, 1, 1, 1], [90, 1, 1, 1]], slots=1)
+    assert get_policy(f"{file}:plan")(problem).replicas_R.tolist() == [0, 0]
+    assert get_policy(f"{file}:MyPolicy")(problem).replicas_R.tolist() == [0, 1]
+
+
+def test_its_facts_are_its_own_or_unknown(file: Path) -> None:
+    assert policy_info(f"{file}:MyPolicy").title == "Mine"
+    assert policy_info(f"{file}:plan").title == "plan"
+    assert "nothing about it is known" in policy_info(f"{file}:plan").note
+
+
+def test_one_object_serves_until_the_file_changes(file: Path) -> None:
+    first = load_policy(f"{file}:MyPolicy")
+    assert load_policy(f"{file}:MyPolicy") is first
+    file.write_text(GOOD.replace("ultraep", "llep"))
+    os.utime(file, ns=(1, 1))
+    problem = ask([[9000, 1, 1, 1], [9000, 1, 1, 1]])
+    assert load_policy(f"{file}:MyPolicy")(problem).replicas_R.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", r"my_file.py has no 'missing'; it defines plan, MyPolicy, NeedsArguments"),
+        ("CONSTANT", "int cannot be called"),
+        ("NotCallable", "NotCallable cannot be called"),
+        ("NeedsArguments", r"NeedsArguments\(\) failed, and it must be built without arguments: TypeError"),
+        ("two", r"one argument, the Problem; its signature is \(problem, more\)"),
+        ("nothing", r"one argument, the Problem; its signature is \(\)"),
+        ("later", "must be a plain function, not a coroutine"),
+        ("not a name", "must look like 'my_file.py:MyPolicy'"),
+    ],
+)
+def test_what_cannot_be_a_policy_is_refused_when_loaded(file: Path, name: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        get_policy(f"{file}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("returns_counts", "returned ndarray: must return a LayerPlan"),
+        ("loses_a_pair", "returned an illegal plan: source rank 0 sends 4 pairs of expert 0 and has 5"),
+        ("other_topology", "returned a plan for another topology"),
+    ],
+)
+def test_an_illegal_answer_is_refused_before_anybody_acts_on_it(file: Path, name: str, message: str) -> None:
+    policy = get_policy(f"{file}:{name}")
+    with pytest.raises(PlanError, match=message) as caught:
+        policy(ask(np.full((2, 2), 5)))
+    assert f"my_file.py:{name}" in str(caught.value)
+
+
+def test_errors_of_the_policy_itself_come_through(file: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        get_policy(f"{file}:fails")(ask([[1]]))
+
+
+def test_files_that_do_not_load_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"no file .*absent.py"):
+        get_policy(f"{tmp_path}/absent.py:Name")
+    with pytest.raises(PlanError, match="must look like"):
+        get_policy("somewhere:Name")
+    broken = tmp_path / "broken.py"
+    broken.write_text("def plan(problem:\n")
+    with pytest.raises(PlanError, match=r"loading .*broken.py failed: SyntaxError"):
+        get_policy(f"{broken}:plan")
+    raising = tmp_path / "raising.py"
+    raising.write_text("import does_not_exist_anywhere\n")
+    with pytest.raises(PlanError, match=r"loading .*raising.py failed: ModuleNotFoundError"):
+        get_policy(f"{raising}:plan")
