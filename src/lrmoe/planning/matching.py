@@ -22,6 +22,7 @@ class Matching:
         self.load = [sum(counts[r * local : (r + 1) * local]) for r in range(topology.ranks)]
         self.free = [slots] * topology.ranks
         self.moved: dict[tuple[int, int], int] = {}
+        self.gateway: dict[int, list[int]] = {}  # experts that came to a rank from other nodes
 
     @property
     def peak(self) -> int:
@@ -61,16 +62,21 @@ class Matching:
         return True
 
     def _own(self, rank: int) -> list[tuple[int, int]]:
-        return sorted((self.left[e], e) for e in range(rank * self.local, (rank + 1) * self.local))
+        """What a rank can give, fewest pairs first: experts at home, and copies that came from other nodes."""
+        homed = [(self.left[e], e) for e in range(rank * self.local, (rank + 1) * self.local)]
+        return sorted(homed + [(self.moved[rank, e], e) for e in self.gateway.get(rank, ())])
 
     def _move(self, a: int, b: int, own: list[tuple[int, int]], want: int, size: int) -> bool:
-        """Copy to b the smallest expert homed on a with `size` pairs left, else its largest; move up to `want`."""
+        """Copy to b the smallest expert of a with `size` pairs left, else its largest; move up to `want` pairs."""
         left, expert = own.pop(min(bisect_left(own, (size, -1)), len(own) - 1))
         pairs = min(want, left)
         if pairs <= 0:
             return False
-        self.left[expert] = left - pairs
         insort(own, (left - pairs, expert))
+        if expert // self.local == a:
+            self.left[expert] = left - pairs
+        else:
+            self.moved[a, expert] = left - pairs
         if (b, expert) not in self.moved:
             self.free[b] -= 1
             self.load[b] += self.charge
@@ -80,31 +86,37 @@ class Matching:
         return True
 
     def across(self, level: int, topology: Topology) -> None:
-        """Copies between nodes, only as many as bring every node down to the level of its ranks."""
-        size, load, free = topology.ranks_per_node or topology.ranks, self.load, self.free
+        """Copies between nodes, only as many as bring every node down to the level of its ranks.
+
+        Each lands on one rank of its node, which may then give it on inside the node.
+        """
+        size = topology.ranks // topology.nodes
         spans = [range(n * size, (n + 1) * size) for n in range(topology.nodes)]
-        total = [sum(load[r] for r in span) for span in spans]
-        while True:
-            a = max(range(len(spans)), key=lambda n: (total[n], -n))
-            takers = [r for r in range(topology.ranks) if free[r] and load[r] + self.charge < level]
-            takers = [r for r in takers if total[r // size] + self.charge < level * size]
-            if total[a] <= level * size or not takers:
+        total, most = [sum(self.load[r] for r in span) for span in spans], level * size
+        owned: dict[int, list[tuple[int, int]]] = {}
+        while max(total) > most:
+            a = total.index(max(total))
+            takers = [
+                n for n, load in enumerate(total) if load + self.charge < most and self._gate(spans[n]) >= 0
+            ]
+            if not takers:
                 return
-            b = min(takers, key=lambda r: (total[r // size], load[r], r))
-            own = sorted(
-                (self.left[r * self.local + i], r * self.local + i)
-                for r in spans[a]
-                for i in range(self.local)
-            )
-            room = min(level - load[b], level * size - total[b // size]) - self.charge
-            want = min(total[a] - level * size, room)
-            expert = own[min(bisect_left(own, (want, -1)), len(own) - 1)][1]
-            home = expert // self.local
-            before = load[home], load[b]
-            if not self._move(home, b, [(self.left[expert], expert)], want, want):
+            b = min(takers, key=lambda n: (total[n], n))
+            if a not in owned:
+                owned[a] = sorted(entry for rank in spans[a] for entry in self._own(rank))
+            want = min(total[a] - most, most - total[b] - self.charge)
+            left, expert = owned[a].pop(min(bisect_left(owned[a], (want, -1)), len(owned[a]) - 1))
+            gate, home = self._gate(spans[b]), expert // self.local
+            if not self._move(home, gate, [(left, expert)], want, want):
                 return
-            total[a] += load[home] - before[0]
-            total[b // size] += load[b] - before[1]
+            insort(owned[a], (self.left[expert], expert))
+            self.gateway.setdefault(gate, []).append(expert)
+            total[a] -= left - self.left[expert]
+            total[b] = sum(self.load[r] for r in spans[b])
+
+    def _gate(self, span: range) -> int:
+        """The emptiest rank of a node that has a free slot, or -1."""
+        return min((r for r in span if self.free[r]), key=lambda r: (self.load[r], r), default=-1)
 
 
 def _take(heap: list[tuple[int, int]], second: bool) -> int:

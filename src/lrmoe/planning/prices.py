@@ -94,7 +94,8 @@ def _exact(places: _Places, pairs_J: IntArray, kept_J: IntArray, lowest: int) ->
     rest, instances, _ = _network(places, pairs_J, None)
     rest.relieve([*np.minimum(best, places.cap_R).tolist(), 0, 0])
     moved_J = np.array([rest.used(arc) for arc in instances], dtype=np.int64)
-    again_J = kept_J if np.array_equal(moved_J, pairs_J) else _keep(places, moved_J, best)
+    goal = best if problem.drop == "overload" else 0
+    again_J = kept_J if np.array_equal(moved_J, pairs_J) else _keep(places, moved_J, goal)
     if places.peak(again_J) <= best:
         quota_E = places.of_experts(again_J)
         stay_J = again_J if again_J is kept_J else in_place(quota_E, places.expert_J, pairs_J)

@@ -100,6 +100,8 @@ class Problem:
         peak_target: in mean loads of the complete call; read by "overload" only.
         score_mean_E: float64 (E,) or None, running mean of the score per pair of each expert, from past calls.
         budget_rows: rows that fit a rank, replicas included, or None for no limit.
+        recompute_rows: rows that fit a rank when activations are not saved, or None where that changes nothing.
+        max_chunks: most parts that a rank's rows may run in.
         replica_rows: memory of one replica, in rows.
         move_rows: extra rows (mu) that a pair counts where backward runs it at another rank than forward.
         wire_rows: most rows that may enter a rank from others, or None.
@@ -119,6 +121,8 @@ class Problem:
     peak_target: float = 1.0
     score_mean_E: FloatArray | None = None
     budget_rows: int | None = None
+    recompute_rows: int | None = None
+    max_chunks: int = 64
     replica_rows: int = 0
     move_rows: float = 0.0
     wire_rows: int | None = None
@@ -151,10 +155,12 @@ class Problem:
         foreign = self.topology.experts - self.topology.experts_per_rank
         if not 0 <= self.slots <= max(foreign, 0):
             raise PlanError(f"slots={self.slots}: must lie in [0, {foreign}], the experts homed elsewhere")
-        for name in ("budget_rows", "wire_rows", "local_rows"):
+        for name in ("budget_rows", "recompute_rows", "wire_rows", "local_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value}: must be at least 1, or None for no limit")
+        if self.max_chunks < 1:
+            raise PlanError(f"max_chunks={self.max_chunks}: must be at least 1")
         for name in ("replica_rows", "move_rows", "min_keep"):
             if getattr(self, name) < 0:
                 raise PlanError(f"{name}={getattr(self, name)}: must not be negative")

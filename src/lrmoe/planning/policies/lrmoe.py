@@ -1,14 +1,148 @@
-"""LRMoE: experts at home, quotas that lower the most loaded rank first (current counts; score history where known)."""
+"""LRMoE: replicas for the complete forward, quotas that lower the most loaded rank first, kept pairs re-balanced.
+
+Source: the published account of the method (dynamic experts and tokens orchestration), with algorithms of this project
+where it is silent: excess-room matching for replicas, prices for quotas, exact least-peak routing of kept pairs.
+Inputs: the current counts; per-expert score means of past calls where known. Acts at every call.
+Moves: replica weights out, again for backward, gradients back; rows.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
+from lrmoe.errors import InfeasibleError
+from lrmoe.planning.ladder import Rungs, climb, kept_caps
+from lrmoe.planning.placement import Placement, place
 from lrmoe.planning.plan import LayerPlan
-from lrmoe.planning.problem import Problem
-from lrmoe.planning.quotas import home_quotas
+from lrmoe.planning.prices import Quotas, replica_quotas
+from lrmoe.planning.problem import IntArray, Problem
+from lrmoe.planning.quotas import home_quotas, overload_goal
+from lrmoe.planning.routing import Limits, Routing, route
+from lrmoe.planning.split import split_instances
 
 
 def plan(problem: Problem) -> LayerPlan:
-    """Least backward peak under the drop cap, then least loss. This version places no replicas."""
-    quota_E = home_quotas(problem)
-    dropped = int(quota_E.sum()) < problem.pairs
-    return LayerPlan.at_home(problem, quota_E, problem.drop if dropped else "off")
+    """Least forward peak under slots and budget, least backward peak under the drop cap, then least loss and few moves.
+
+    Raises:
+        InfeasibleError: the budget cannot be met even in chunks.
+    """
+    if problem.slots == 0:
+        return _at_home(problem)
+    placement = place(problem, level=_aim(problem))
+    if not placement.replicas_R.any():
+        return _at_home(problem)
+    quotas = replica_quotas(
+        problem,
+        placement.expert_J,
+        placement.rank_J,
+        placement.pairs_J,
+        kept_caps(problem, placement.replicas_R),
+    )
+    routing = _route(problem, placement, quotas)
+    try:
+        rungs = climb(problem, placement.replicas_R, placement.load_R, routing.load_R)
+    except InfeasibleError:  # replicas take room that chunks cannot give back: without them it may fit
+        return _at_home(problem)
+    if rungs.forward_chunks > 1 and (home := _at_home(problem)).forward_chunks < rungs.forward_chunks:
+        return home
+    return _spread(problem, placement, quotas, routing, rungs)
+
+
+def _aim(problem: Problem) -> int | None:
+    """Load that placement need not go below: what the budget allows, where `overload` asks for no better peak."""
+    goal = overload_goal(problem)
+    if problem.budget_rows is None or not goal:
+        return goal or None
+    return min(goal, problem.budget_rows)
+
+
+def _at_home(problem: Problem) -> LayerPlan:
+    none_R = np.zeros(problem.topology.ranks, dtype=np.int64)
+    caps = kept_caps(problem, none_R)
+    quota_E = home_quotas(problem, caps)
+    plan = LayerPlan.at_home(problem, quota_E, _reason(problem, quota_E, caps))
+    if caps is None:
+        return plan
+    rungs = climb(problem, none_R, plan.forward_load_R, plan.backward_load_R)
+    return replace(
+        plan,
+        forward_chunks=rungs.forward_chunks,
+        backward_chunks=rungs.backward_chunks,
+        recompute=rungs.recompute,
+    )
+
+
+def _route(problem: Problem, placement: Placement, quotas: Quotas) -> Routing:
+    """Backward places: within the caps where they can be met, and as near to the cap on wires as possible."""
+    caps = kept_caps(problem, placement.replicas_R)
+
+    def within(cap_R: IntArray | None, wire: int | None) -> Routing:
+        limits = Limits(cap_R=cap_R)
+        if wire is not None:
+            wire_R = np.full(problem.topology.ranks, wire, dtype=np.int64)
+            limits = Limits(cap_R=cap_R, wire_R=wire_R, local_J=_local(problem, placement, quotas))
+        return route(
+            placement.expert_J,
+            placement.rank_J,
+            quotas.stay_J,
+            problem.topology.ranks,
+            limits=limits,
+            move_rows=problem.move_rows,
+        )
+
+    try:
+        return within(caps, problem.wire_rows)
+    except InfeasibleError:
+        if problem.wire_rows is None:
+            return within(None, None)
+    low, high = problem.wire_rows, int(quotas.quota_E.sum())
+    while high - low > max(low // 100, 1):
+        middle = (low + high) // 2
+        try:
+            within(None, middle)
+            high = middle
+        except InfeasibleError:
+            low = middle
+    return within(None, high)
+
+
+def _local(problem: Problem, placement: Placement, quotas: Quotas) -> IntArray:
+    """About the kept pairs whose source is the instance's own rank, int64 (J,)."""
+    own_J = problem.counts_RE[placement.rank_J, placement.expert_J]
+    share_E = quotas.quota_E / np.maximum(problem.counts_E, 1)
+    return np.minimum((own_J * share_E[placement.expert_J]).astype(np.int64), own_J)
+
+
+def _reason(problem: Problem, quota_E: IntArray, caps: IntArray | None) -> str:
+    if int(quota_E.sum()) == problem.pairs:
+        return "off"
+    goal = overload_goal(problem)
+    return "budget" if goal and caps is not None and int(caps.min()) < goal else problem.drop
+
+
+def _spread(
+    problem: Problem, placement: Placement, quotas: Quotas, routing: Routing, rungs: Rungs
+) -> LayerPlan:
+    caps = kept_caps(problem, placement.replicas_R)
+    return LayerPlan(
+        topology=problem.topology,
+        counts_RE=problem.counts_RE,
+        instance_expert_J=placement.expert_J,
+        instance_rank_J=placement.rank_J,
+        assign_RJ=split_instances(
+            problem.counts_RE,
+            placement.expert_J,
+            placement.rank_J,
+            placement.pairs_J,
+            problem.topology.node_R,
+        ),
+        quota_E=quotas.quota_E,
+        reason=_reason(problem, quotas.quota_E, caps),
+        backward_J=routing.pairs_J,
+        forward_chunks=rungs.forward_chunks,
+        backward_chunks=rungs.backward_chunks,
+        recompute=rungs.recompute,
+    )
