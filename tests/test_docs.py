@@ -81,7 +81,7 @@ def test_figures_of_an_unreached_target_are_refused(filler: ModuleType) -> None:
         filler.fill("no markers", "table")
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "run-file.md", "commands.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "run-file.md", "commands.md", "policies.md"])
 def test_generated_page_is_current(generator: ModuleType, name: str) -> None:
     page = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
     assert page == generator.PAGES[name](), "run `make docs`"

@@ -1,4 +1,4 @@
-"""Write docs/reference/ from the code: the configuration's fields, the trainer's tables, the command line.
+"""Write docs/reference/ from the code: the configuration, the trainer's tables, commands, policies.
 
 Usage: python tools/gen_reference.py [--check]
 `--check` writes nothing and exits with 1 when a page is out of date; tests/test_docs.py uses the same functions.
@@ -21,6 +21,7 @@ import typer
 from lrmoe import config as config_module
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError
+from lrmoe.planning.policies import INFO, get_policy
 from lrmoe.training import config as training_config
 
 # typer brings its own copy of click, so these classes have no public name.
@@ -219,7 +220,76 @@ def _names(param: Parameter) -> str:
     return ", ".join(f"`{name}{value}`" for name in [*param.opts, *param.secondary_opts])
 
 
-PAGES = {"configuration.md": configuration_page, "run-file.md": run_page, "commands.md": commands_page}
+POLICIES_HEAD = """# Policies
+
+A policy plans one layer call: which rank holds a copy of which expert, and which pairs of which source rank go there.
+Every compared system is one, behind the same interface and the same legality check; `lrmoe.planning.get_policy(name)`
+gives it with the options below at their defaults. This version's layer executes `megatron` and `lrmoe`; the others
+plan, for simulation and for comparison on paper.
+
+In the table: *decides from* is what placement is made of (a system of history sees the current counts only to split
+them over the copies it already has); *slots* says whether foreign copies share slots between layers, are resident in
+every layer, or have no limit of the system's own; *drops* is whether pairs may go uncomputed.
+"""
+
+OWN_POLICY = """## Your own
+
+`my_file.py:MyPolicy` names a function of a `Problem`, or a class whose instances are (built without arguments), in a
+file of yours. What it returns is checked before anybody acts on it. It keeps no state: what lasts from call to call
+comes in `problem.history`. `INFO` is what tables say of it, and may be left out.
+
+```python
+from dataclasses import dataclass
+
+from lrmoe.planning import LayerPlan, Problem
+from lrmoe.planning.policies import PolicyInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class MyPolicy:
+    INFO = PolicyInfo(
+        title="mine", source="me", inputs="nothing", acts="never", moves="nothing", slots="none"
+    )
+
+    def __call__(self, problem: Problem) -> LayerPlan:
+        return LayerPlan.at_home(problem, problem.counts_E, "off")
+```
+"""
+
+
+def policies_page() -> str:
+    """The page about the planning policies, from their facts, module docstrings and options."""
+    head = "| system | title | source | decides from | acts | moves | slots | drops |"
+    rows = [
+        f"| `{name}` | {info.title} | {info.source} | {info.inputs} | {info.acts} | {info.moves} | {info.slots} "
+        f"| {'may' if info.drops else 'no'} |"
+        for name, info in INFO.items()
+    ]
+    sections = [NOTE, POLICIES_HEAD, head, "|---" * 8 + "|", *rows, ""]
+    for name in INFO:
+        sections += [f"## {name}", "", *_policy_section(name), ""]
+    return "\n".join([*sections, OWN_POLICY])
+
+
+def _policy_section(name: str) -> Iterator[str]:
+    policy = get_policy(name)
+    yield inspect.cleandoc(sys.modules[policy.__module__].__doc__ or "")
+    if dataclasses.is_dataclass(policy):
+        yield ""
+        options = (f"`{field.name}={_option(field.default)}`" for field in dataclasses.fields(policy))
+        yield f"Options of `{type(policy).__name__}`: {', '.join(options)}."
+
+
+def _option(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else _literal(value)
+
+
+PAGES = {
+    "configuration.md": configuration_page,
+    "run-file.md": run_page,
+    "commands.md": commands_page,
+    "policies.md": policies_page,
+}
 
 
 def main() -> int:
