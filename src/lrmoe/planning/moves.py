@@ -11,7 +11,6 @@ import numpy as np
 
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import FloatArray, IntArray
-from lrmoe.planning.quotas import split_quota
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,21 +30,25 @@ class Moves:
 def backward_moves(plan: LayerPlan) -> Moves:
     """Expected kept rows from each source to each instance in backward.
 
-    Kept pairs stay where their forward ran as far as the plan's backward places allow; the others come from the
-    sources of their expert in proportion to what these keep.
+    Kept pairs stay where their forward ran as far as the plan's backward places allow; those that have to leave come
+    from the sources of the instances that they leave.
     """
-    expert_J = plan.instance_expert_J
+    expert_J, experts = plan.instance_expert_J, plan.topology.experts
     if plan.backward_J is None:
         to_J = np.where(plan.foreign_J, 0, plan.quota_E[expert_J]).astype(np.float64)
     else:
         to_J = plan.backward_J.astype(np.float64)
     forward_J = plan.assign_RJ.sum(axis=0).astype(np.float64)
-    computed_E = np.bincount(expert_J, weights=forward_J, minlength=plan.topology.experts)
+    computed_E = np.bincount(expert_J, weights=forward_J, minlength=experts)
     in_place_J = forward_J * ratio(plan.quota_E, computed_E)[expert_J]
     stay_J = np.minimum(to_J, in_place_J)
     left_RJ = plan.assign_RJ * ratio(stay_J, forward_J)
-    sources_RE = ratio(split_quota(plan.quota_E, plan.counts_RE), plan.quota_E)
-    moved_RJ = sources_RE[:, expert_J] * (to_J - stay_J)
+    leaving_J = in_place_J - stay_J
+    leaving_RE = np.zeros((plan.topology.ranks, experts))
+    for j in np.flatnonzero(leaving_J):  # few: most instances keep what they ran
+        leaving_RE[:, expert_J[j]] += plan.assign_RJ[:, j] * (leaving_J[j] / forward_J[j])
+    share_RE = ratio(leaving_RE, leaving_RE.sum(axis=0))
+    moved_RJ = share_RE[:, expert_J] * (to_J - stay_J)
     return Moves(rows_RJ=left_RJ + moved_RJ, moved_RJ=moved_RJ)
 
 
