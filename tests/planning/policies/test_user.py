@@ -10,7 +10,7 @@ import pytest
 
 from lrmoe.errors import PlanError
 from lrmoe.planning import get_policy
-from lrmoe.planning.policies import load_policy, policy_info
+from lrmoe.planning.policies import PolicyInfo, load_policy, policy_info
 from tests.planning.policies.helpers import ask
 
 GOOD = """
@@ -28,7 +28,7 @@ def plan(problem: Problem) -> LayerPlan:
 class MyPolicy:
     option: int = 1
     INFO = PolicyInfo(
-        title="Mine", source="me", inputs="current counts", acts="every call", moves="nothing", slots="none"
+        title="Mine", source="me", inputs="current counts", acts="every call", moves="clones", slots="shared"
     )
 
     def __call__(self, problem: Problem) -> LayerPlan:
@@ -43,6 +43,14 @@ class NeedsArguments:
 
 class NotCallable:
     pass
+
+class Modest(MyPolicy):
+    INFO = PolicyInfo(
+        title="Modest", source="me", inputs="current counts", acts="every call", moves="nothing", slots="shared"
+    )
+
+    def __call__(self, problem: Problem) -> LayerPlan:
+        return get_policy("llep")(problem)
 
 def two(problem, more):
     return plan(problem)
@@ -98,7 +106,7 @@ def test_one_object_serves_until_the_file_changes(file: Path) -> None:
     assert load_policy(f"{file}:MyPolicy") is first
     file.write_text(GOOD.replace("ultraep", "llep"))
     os.utime(file, ns=(1, 1))
-    problem = ask([[9000, 1, 1, 1], [9000, 1, 1, 1]])
+    problem = ask([[9000, 1, 1, 1], [9000, 1, 1, 1]], slots=1)
     assert load_policy(f"{file}:MyPolicy")(problem).replicas_R.tolist() == [0, 1]
 
 
@@ -133,6 +141,24 @@ def test_an_illegal_answer_is_refused_before_anybody_acts_on_it(file: Path, name
     with pytest.raises(PlanError, match=message) as caught:
         policy(ask(np.full((2, 2), 5)))
     assert f"my_file.py:{name}" in str(caught.value)
+
+
+def test_it_is_held_to_the_slots_it_claims(file: Path) -> None:
+    policy = get_policy(f"{file}:Modest")
+    counts = np.array([[9000, 9000, 9000, 0, 0, 0]] * 2)
+    assert policy(ask(counts, slots=3)).replicas_R.tolist() == [0, 2]
+    with pytest.raises(PlanError, match=r"puts 5 experts on rank 1: slots='shared' of its INFO allows 4"):
+        policy(ask(counts, slots=1))
+
+
+def test_facts_that_tables_cannot_read_are_refused() -> None:
+    facts = {"title": "x", "source": "x", "acts": "x", "moves": "x"}
+    with pytest.raises(
+        PlanError, match="slots='two': must be one of 'none', 'shared', 'resident', 'unbounded'"
+    ):
+        PolicyInfo(**facts, inputs="history", slots="two")
+    with pytest.raises(PlanError, match="inputs='all': must be one of"):
+        PolicyInfo(**facts, inputs="all", slots="none")
 
 
 def test_errors_of_the_policy_itself_come_through(file: Path) -> None:

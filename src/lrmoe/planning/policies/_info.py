@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lrmoe.errors import PlanError
+
+INPUTS = ("nothing", "current counts", "history", "both")
+SLOTS = ("none", "shared", "resident", "unbounded")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInfo:
@@ -19,6 +24,9 @@ class PolicyInfo:
             "unbounded" (no limit on foreign copies of its own).
         drops: whether it may leave pairs out of forward.
         note: what is ours where the source is silent, and other remarks.
+
+    Raises:
+        PlanError: `inputs` or `slots` is none of these.
     """
 
     title: str
@@ -29,3 +37,9 @@ class PolicyInfo:
     slots: str
     drops: bool = False
     note: str = ""
+
+    def __post_init__(self) -> None:
+        for name, valid in (("inputs", INPUTS), ("slots", SLOTS)):
+            value = getattr(self, name)
+            if value not in valid:
+                raise PlanError(f"{name}={value!r}: must be one of {', '.join(map(repr, valid))}")

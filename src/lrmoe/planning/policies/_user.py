@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from lrmoe.errors import PlanError
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies._info import PolicyInfo
@@ -35,7 +37,8 @@ class UserPolicy:
         """Plan one call.
 
         Raises:
-            PlanError: the result is no LayerPlan, was made for another problem, or is illegal.
+            PlanError: the result is no LayerPlan, was made for another problem, is illegal, or fills more slots than
+                INFO claims ("none": E / R of a rank, "shared" and "resident": as many and the problem's).
         """
         plan = self._plan(problem)
         if not isinstance(plan, LayerPlan):
@@ -46,7 +49,23 @@ class UserPolicy:
             plan.check(problem)
         except PlanError as error:
             raise PlanError(f"policy={self.name!r} returned an illegal plan: {error}") from error
+        self._check_slots(problem, plan)
         return plan
+
+    def _check_slots(self, problem: Problem, plan: LayerPlan) -> None:
+        """Hold the policy to the slots that its INFO claims."""
+        if self.info.slots == "unbounded":
+            return
+        limit = problem.topology.experts_per_rank + (0 if self.info.slots == "none" else problem.slots)
+        copies_J = np.ones_like(plan.instance_rank_J) if plan.copies_J is None else plan.copies_J
+        copies_R = np.zeros(problem.topology.ranks, dtype=np.int64)
+        np.add.at(copies_R, plan.instance_rank_J, copies_J)
+        if (copies_R > limit).any():
+            rank = int(np.argmax(copies_R))
+            raise PlanError(
+                f"policy={self.name!r} puts {int(copies_R[rank])} experts on rank {rank}: slots={self.info.slots!r} of "
+                f"its INFO allows {limit}"
+            )
 
 
 def load_policy(name: str) -> UserPolicy:

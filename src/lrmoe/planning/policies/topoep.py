@@ -6,6 +6,7 @@ Inputs: counts of the current call. Acts: every layer call. Moves: weights of cl
 slots serve all layers), gradients home; optimizer states stay. Slots: `slots` clone slots per rank, shared.
 Three phases: transport of excess between ranks (Sinkhorn) as a hint, slot by slot a proposal matching of spilling
 experts and ranks, a split per source (proportional floors, then intervals).
+The fork's other split ("auction", which serves a source's own rank last) is not offered.
 Ours: whole-pair means (pairs // R) as in ECHO, ties to the lower index, the exponential from its series so that every
 machine gets the same bits. On one node hint and bonus do not tell ranks apart.
 """
