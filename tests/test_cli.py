@@ -14,7 +14,7 @@ from lrmoe import cli
 from lrmoe.errors import CheckpointError, ConfigError, InfeasibleError, MissingExtraError, UnsupportedError
 from tests.training.tiny import SHAPE, tiny_config
 
-COMMANDS = ("train", "compare", "report", "plan")
+COMMANDS = ("train", "compare", "simulate", "report", "plan")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,7 +205,8 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["compare", "--help"], ["report", "--help"]]
+    "arguments",
+    [["--help"], ["train", "--help"], ["compare", "--help"], ["report", "--help"], ["simulate", "--help"]],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     code = f"""

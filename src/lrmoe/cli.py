@@ -165,6 +165,87 @@ def compare(
     raise typer.Exit(code)
 
 
+@app.command(epilog="Example: lrmoe simulate --systems megatron,ultraep,lrmoe --ranks 8,64")
+def simulate(
+    preset: Annotated[
+        str | None,
+        typer.Option(help="published: the published comparison; only --systems and --slots may vary."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Trace: a run folder, its trace.parquet, or a CSV file."),
+    ] = None,
+    trace_system: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Whose calls of a comparison's trace; unset: the first."),
+    ] = None,
+    generator: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Load pattern: lognormal (default), zipf, balanced, hot_set, ..."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Option of the load pattern, e.g. sigma=2; may be repeated."),
+    ] = None,
+    systems: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Systems, or my_file.py:MyPolicy; unset: all eleven.")
+    ] = None,
+    ranks: Annotated[str | None, typer.Option(metavar="N,N", help="Cluster sizes, 8 to 1024.")] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="Experts, one number or one per cluster; unset: by size."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts per token; unset: the model's.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens per rank and call (32768).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Measured calls (4; of a trace: all).")] = None,
+    skip: Annotated[
+        int | None, typer.Option(help="Calls before them that only make history (4; of a trace: 0).")
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Weight slots per rank beyond the home experts.")] = 2,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes per rank for one layer call, e.g. 6GiB.")
+    ] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(help="Share of pairs lrmoe's backward leaves out (0.2).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the load pattern.")] = None,
+    model: Annotated[str | None, typer.Option(help="Whose expert sizes (Qwen3-30B-A3B).")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Device of the predicted times (h100).")] = None,
+    name: Annotated[str | None, typer.Option(help="The run's folder is runs/<name>.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Plan recorded or generated calls under several systems: peaks, bytes, traffic, time, throughput.
+
+    Nothing is trained. Writes runs/<name>/summary.json and a self-contained report.html.
+    """
+    from lrmoe.experiments.simulation import simulate as run
+
+    code = run(
+        preset=preset,
+        trace=trace,
+        trace_system=trace_system,
+        generator=generator,
+        options=option or [],
+        systems=None if systems is None else [part.strip() for part in systems.split(",") if part.strip()],
+        ranks=ranks,
+        experts=experts,
+        top_k=top_k,
+        tokens=tokens,
+        steps=steps,
+        skip=skip,
+        slots=slots,
+        budget=budget,
+        max_drop=max_drop,
+        seed=seed,
+        model=model,
+        hardware=hardware,
+        name=name,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
+
+
 @app.command(epilog="Example: lrmoe report runs/demo")
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One or two run folders.")],

@@ -88,7 +88,7 @@ class Run:
 
     Attributes:
         name: the folder's name.
-        kind: "compare" or "train".
+        kind: "compare", "train" or "simulate".
         summary: summary.json as it is.
         config: the resolved configuration, tables of config.toml.
         systems: what ran.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.errors import ConfigError, require_extra
-from lrmoe.report import tables
+from lrmoe.report import simulation, simulation_plots, tables
 from lrmoe.report.bars import load, phases
 from lrmoe.report.curves import kept, loss_against_steps, loss_against_time, peaks
 from lrmoe.report.data import Run, SystemRun
@@ -31,6 +31,7 @@ class Section:
     fairness: tables.Table | None
     method: str
     details: Sequence[tables.Table]
+    further: Sequence[tables.Table] = ()
 
 
 def check_installed() -> None:
@@ -101,6 +102,26 @@ def _finite(value: Any) -> Any:
 
 
 def _section(run: Run, anchor: str) -> Section:
+    return _simulated(run, anchor) if run.kind == "simulate" else _trained(run, anchor)
+
+
+def _simulated(run: Run, anchor: str) -> Section:
+    first, *others = simulation.tables(run)
+    return Section(
+        anchor=anchor,
+        run=run,
+        verdict=simulation.verdict(run),
+        tiles=[],
+        headline=first,
+        further=others,
+        plots=simulation_plots.plots(run),
+        fairness=simulation.fairness(run),
+        method=simulation.method(run),
+        details=[tables.environment(run)],
+    )
+
+
+def _trained(run: Run, anchor: str) -> Section:
     details = [tables.system_settings(run), tables.settings(run), tables.environment(run)]
     fairness = tables.fairness(run)
     return Section(

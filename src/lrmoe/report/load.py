@@ -24,6 +24,8 @@ def load_run(folder: Path) -> Run:
         ConfigError: not a run folder, or summary.json or metrics.jsonl cannot be read.
     """
     summary = _read_summary(folder)
+    if summary.get("kind") == "simulate":
+        return _simulation(folder, summary)
     lines = _read_lines(folder / "metrics.jsonl")
     config = _read_config(folder / "config.toml")
     kind = "compare" if isinstance(summary.get("systems"), dict) else "train"
@@ -40,11 +42,26 @@ def load_run(folder: Path) -> Run:
     return Run(name=folder.resolve().name, kind=kind, summary=summary, config=config, systems=systems)
 
 
+def _simulation(folder: Path, summary: dict[str, Any]) -> Run:
+    """A simulation has its figures in the summary alone; systems are those of its first cluster."""
+    try:
+        first = summary["scenarios"][0]["systems"]
+        systems = tuple(
+            SystemRun(name=str(name), figures={**figures, "fairness": summary["fairness"][name]})
+            for name, figures in first.items()
+        )
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"{folder / 'summary.json'}: not as this version writes them ({error!r})"
+        ) from error
+    return Run(name=folder.resolve().name, kind="simulate", summary=summary, config={}, systems=systems)
+
+
 def _read_summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     if not path.is_file():
         raise ConfigError(
-            f"run={str(folder)!r}: no summary.json there; give a folder that train or compare wrote"
+            f"run={str(folder)!r}: no summary.json there; give a folder that train, compare or simulate wrote"
         )
     return _as_object(path.read_text(encoding="utf-8"), str(path))
 

@@ -12,6 +12,9 @@ from rich.table import Table as RichTable
 from lrmoe.report.data import Run, SystemRun
 
 
+_NAME = 12  # letters
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """A table of plain text.
@@ -35,11 +38,18 @@ class Table:
         table = RichTable(title=escape(self.title), caption=escape(self.note) or None, title_justify="left")
         for i, column in enumerate(self.columns):
             table.add_column(
-                escape(column), justify="right" if i and not self.text else "left", overflow="fold"
+                escape(column),
+                justify="right" if i and not self.text else "left",
+                overflow="fold",
+                no_wrap=i == 0 and self._short_names(),
             )
         for row in self.rows:
             table.add_row(*(escape(cell) for cell in row))
         return table
+
+    def _short_names(self) -> bool:
+        """Whether the first column holds names, which should stay in one piece."""
+        return all(len(row[0]) <= _NAME for row in self.rows)
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -69,7 +69,7 @@ def simulate(
         progress: told after every system and sequence.
 
     Raises:
-        ConfigError: the budget does not hold the home experts. PlanError: a policy broke the rules.
+        InfeasibleError: the budget does not hold the home experts. PlanError: a policy broke the rules.
     """
     allowance.budget_rows(layer, topology)
     outcomes = []

@@ -63,6 +63,8 @@ class Settings:
         for ranks in self.ranks:
             if not 1 <= ranks <= MAX_RANKS:
                 raise ConfigError(f"ranks={ranks}: must lie in [1, {MAX_RANKS}]")
+        if any(seed < 0 for seed in self.seeds):
+            raise ConfigError(f"seed={min(self.seeds)}: must be at least 0")
         if len(set(self.ranks)) != len(self.ranks):
             raise ConfigError(f"ranks={list(self.ranks)}: each once")
 
@@ -93,11 +95,16 @@ class Settings:
     def _topology(self, ranks: int, experts: int) -> Topology:
         per_node = self.ranks_per_node or get_hardware(self.hardware).gpus_per_node
         try:
-            if ranks <= per_node:
-                return Topology(ranks=ranks, experts=experts)
-            return Topology(ranks=ranks, experts=experts, ranks_per_node=per_node)
+            nodes = None if ranks <= per_node else per_node
+            topology = Topology(ranks=ranks, experts=experts, ranks_per_node=nodes)
         except PlanError as error:
             raise ConfigError(str(error)) from error
+        foreign = experts - topology.experts_per_rank
+        if ranks > 1 and self.allowance.slots > foreign:
+            raise ConfigError(
+                f"slots={self.allowance.slots}: must be at most {foreign}, the experts homed elsewhere"
+            )
+        return topology
 
 
 def experts_for(ranks: int) -> int:
@@ -115,7 +122,8 @@ def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
         JSON-able: "scenarios", one per cluster, each with its "systems"; "fairness"; "settings".
 
     Raises:
-        ConfigError: settings that do not fit each other. PlanError: a policy broke the rules.
+        ConfigError: settings that do not fit each other. InfeasibleError: the budget does not hold the home experts.
+        PlanError: a policy broke the rules.
     """
     layer, topologies = settings.layer, settings.topologies()
     systems = make_systems(list(settings.systems), settings.allowance.slots)
@@ -165,7 +173,7 @@ def scenario_summary(
     allowance: Allowance,
 ) -> dict[str, Any]:
     """One cluster's part of the summary."""
-    found: dict[str, Any] = {o.system.name: system_summary(o) for o in outcomes}
+    found: dict[str, Any] = {o.system.name: system_summary(o, allowance.budget_bytes) for o in outcomes}
     fixed = next((o.calls for o in outcomes if o.system.name == BASELINE), ())
     budget = allowance.budget_rows(layer, topology)
     capacity = float(budget) if budget is not None else (capacity_rows(fixed) if fixed else None)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lrmoe.errors import ConfigError, PlanError
+from lrmoe.errors import ConfigError, InfeasibleError, PlanError
 from lrmoe.planning.hardware import Hardware, get_hardware
 from lrmoe.planning.memory import GRADIENT_BYTES, PUBLISHED_HIDDEN_ROWS, ExpertShape
 from lrmoe.planning.policies import INFO, Policy, PolicyInfo, get_policy, policy_info
@@ -71,14 +71,14 @@ class Allowance:
         """Rows that fit a rank beside its home experts, or None without a budget.
 
         Raises:
-            ConfigError: the home experts alone exceed the budget.
+            InfeasibleError: the home experts alone exceed the budget.
         """
         if self.budget_bytes is None:
             return None
         base = topology.experts_per_rank * layer.expert_bytes
         rows = (self.budget_bytes - base) // layer.row_bytes
         if rows < 1:
-            raise ConfigError(
+            raise InfeasibleError(
                 f"budget={self.budget_bytes}: the {topology.experts_per_rank} home experts of a rank take {base} bytes "
                 f"with their gradients, and one pair {layer.row_bytes}"
             )

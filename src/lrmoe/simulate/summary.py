@@ -17,8 +17,12 @@ PRESSURES = (1, 2, 5, 10, 20)
 _WORST_HIGH = ("forward_peak", "backward_peak", "peak", "forward_subtotal", "backward_subtotal", "plan_ms")
 
 
-def system_summary(outcome: Outcome) -> dict[str, Any]:
-    """Means over the measured calls, the worst of some (`*_worst`), the median of planning time, what did not fit."""
+def system_summary(outcome: Outcome, budget_bytes: int | None = None) -> dict[str, Any]:
+    """Means over the measured calls, the worst of some (`*_worst`), the median of planning time, what did not fit.
+
+    Args:
+        outcome: of one system. budget_bytes: to count planned calls that need more, or None.
+    """
     infeasible: dict[str, Any] = {"calls": len(outcome.calls), "infeasible_calls": len(outcome.infeasible)}
     if not outcome.calls:
         return {**infeasible, "infeasible": outcome.infeasible[0] if outcome.infeasible else ""}
@@ -30,6 +34,9 @@ def system_summary(outcome: Outcome) -> dict[str, Any]:
     found["plan_ms"] = float(np.median(table["plan_ms"]))
     if outcome.infeasible:
         infeasible["infeasible"] = outcome.infeasible[0]
+    if budget_bytes is not None:
+        most = np.maximum(table["forward_subtotal"], table["backward_subtotal"])
+        infeasible["over_budget_calls"] = int((most > budget_bytes).sum())
     return {**infeasible, **found}
 
 
