@@ -9,9 +9,9 @@ Shape letters: S steps, R ranks, E experts.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lrmoe.errors import InfeasibleError
 from lrmoe.experiments.capacity_model import reserved_estimate
@@ -137,7 +137,7 @@ def solve(question: Question) -> Answer:
                 continue
             if answer.fits and answer.chunks == 1:
                 return answer
-            if answer.fits and chunked is None:
+            if answer.fits and (chunked is None or answer.moe_ms < chunked.moe_ms):
                 chunked = answer
             if leanest is None or _excess(answer) < _excess(leanest):
                 leanest = answer
@@ -184,11 +184,11 @@ def _answer(question: Question, stash: bool, checkpointing: bool, budgeted: bool
     if reserved is None:
         reserved = reserved_estimate(question.model, tokens=tokens, gpus=question.gpus, training=training)
     calls_SRE = question_calls(question)
-    rows = _rows(question, stash, training, sum(reserved.values())) if budgeted else (None, 0)
-    if rows[0] is not None and rows[0] < 1:
+    rows = _rows(question, stash, training, sum(reserved.values())) if budgeted else {}
+    if rows.get("budget_rows") == 0:
         return None
     try:
-        plan = _plan(question, calls_SRE, *rows)
+        plan = _plan(question, calls_SRE, rows)
     except InfeasibleError:
         return None
     shape, run = question.model.expert(), training_execution(plan, stash=stash)
@@ -208,28 +208,42 @@ def _answer(question: Question, stash: bool, checkpointing: bool, budgeted: bool
     )  # fmt: skip
 
 
-def _rows(question: Question, stash: bool, training: Training, reserved: int) -> tuple[int, int]:
-    """Rows that fit a rank under the tightest limit, and a replica in rows."""
+def _rows(question: Question, stash: bool, training: Training, reserved: int) -> dict[str, int | None]:
+    """The budget fields of a Problem: rows that fit a rank under the tightest limit (0: none), a replica in rows.
+
+    Where activations need not be stashed, also the rows that fit if nothing is kept at the experts.
+    """
     model, local = question.model, question.model.experts // question.ranks
-    run = Execution(differentiable=True, stash=stash, norms=True, input_gradient=True, weight_gradient=True)
     state = training.layers * local * model.expert().params * OPTIMIZERS[training.optimizer]
     available = question.device_bytes - reserved - state // training.optimizer_shards
-    within = functools.partial(
-        rows_within,
-        shape=model.expert(),
-        pairs=question.pairs,
-        local_experts=local,
-        run=run,
-        alone=question.ranks == 1,
-    )
-    rows, replica = within(min(available, question.budget or available), training=training)
+    limits = [(min(available, question.budget or available), training)]
     if question.layer_budget is not None:
-        one = dataclasses.replace(training, layers=1)
-        rows = min(rows, within(question.layer_budget, training=one)[0])
-    return rows, replica
+        limits.append((question.layer_budget, dataclasses.replace(training, layers=1)))
+
+    def within(keeps: bool) -> tuple[int, int]:
+        run = Execution(
+            differentiable=True, stash=stash, norms=True, input_gradient=True, weight_gradient=True
+        )
+        found = [
+            rows_within(
+                limit, model.expert(), pairs=question.pairs, local_experts=local, run=run, training=each,
+                alone=question.ranks == 1, keeps=keeps,
+            )
+            for limit, each in limits
+        ]  # fmt: skip
+        return max(min(rows for rows, _ in found), 0), max(replica for _, replica in found)
+
+    kept, lean = within(True), (0, 0) if stash else within(False)
+    if max(kept[0], lean[0]) < 1:
+        return {"budget_rows": 0}
+    return {
+        "budget_rows": max(kept[0], 1),
+        "recompute_rows": lean[0] or None,
+        "replica_rows": max(kept[1], lean[1]),
+    }
 
 
-def _plan(question: Question, calls_SRE: IntArray, budget_rows: int | None, replica_rows: int) -> LayerPlan:
+def _plan(question: Question, calls_SRE: IntArray, rows: Mapping[str, Any]) -> LayerPlan:
     """The policy's plan of the last call; policies that plan from history have seen the calls before."""
     policy, topology = get_policy(question.policy), question.topology
     foreign = topology.experts - topology.experts_per_rank
@@ -242,11 +256,10 @@ def _plan(question: Question, calls_SRE: IntArray, budget_rows: int | None, repl
                 slots=min(question.slots, foreign),
                 max_drop=question.max_drop if question.plans_under_budget else 0.0,
                 drop=question.drop,
-                budget_rows=budget_rows,
-                replica_rows=replica_rows,
                 history=History(
                     counts=tuple(calls_SRE[max(step - 10, 0) : step]), previous=previous, step=step
                 ),
+                **rows,
             )
         )
     assert previous is not None

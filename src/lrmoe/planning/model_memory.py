@@ -116,6 +116,7 @@ def rows_within(
     run: Execution,
     training: Training,
     alone: bool = False,
+    keeps: bool = True,
 ) -> tuple[int, int]:
     """Rows that fit a rank under a byte budget for `model_bytes` without optimizer states, and one replica in rows.
 
@@ -125,6 +126,7 @@ def rows_within(
         pairs: pairs that a rank sends. local_experts: experts homed on a rank.
         run, training: how calls run.
         alone: whether there is one rank only.
+        keeps: whether rows stay at their experts until backward (else their inputs are dispatched again).
 
     Returns:
         (rows, below 1 where not even weights and sent rows fit; rows one replica counts, rounded up).
@@ -135,13 +137,15 @@ def rows_within(
     one, none = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     here = Rows(sent=none, received=one, kept_sent=none, kept_here=one, moved_sent=none, moved_here=none)
     there = Rows(sent=one, received=none, kept_sent=one, kept_here=none, moved_sent=none, moved_here=none)
-    per_row, per_pair = (_dearest(shape, rows, run, training, alone) for rows in (here, there))
+    per_row, per_pair = (_dearest(shape, rows, run, training, alone, keeps) for rows in (here, there))
     replica = -(-replica_bytes(shape, run) // per_row)
     return (budget - fixed - pairs * per_pair) // per_row, replica
 
 
-def _dearest(shape: ExpertShape, rows: Rows, run: Execution, training: Training, alone: bool) -> int:
-    parts = rows_cost(shape, rows, run, alone=alone, keeps=True)
+def _dearest(
+    shape: ExpertShape, rows: Rows, run: Execution, training: Training, alone: bool, keeps: bool
+) -> int:
+    parts = rows_cost(shape, rows, run, alone=alone, keeps=keeps)
     kept, forward, backward = (
         sum(int(size[0]) for size in part.values()) for part in (parts.kept, parts.forward, parts.backward)
     )
