@@ -85,6 +85,10 @@ class Matching:
         self.load[b] += pairs
         return True
 
+    def give(self, expert: int, rank: int, pairs: int) -> None:
+        """Copy one expert to a rank and move up to `pairs` pairs there from its home."""
+        self._move(expert // self.local, rank, [(self.left[expert], expert)], pairs, pairs)
+
     def across(self, level: int, topology: Topology) -> None:
         """Copies between nodes, only as many as bring every node down to the level of its ranks.
 
@@ -106,9 +110,10 @@ class Matching:
                 owned[a] = sorted(entry for rank in spans[a] for entry in self._own(rank))
             want = min(total[a] - most, most - total[b] - self.charge)
             left, expert = owned[a].pop(min(bisect_left(owned[a], (want, -1)), len(owned[a]) - 1))
-            gate, home = self._gate(spans[b]), expert // self.local
-            if not self._move(home, gate, [(left, expert)], want, want):
+            gate = self._gate(spans[b])
+            if min(left, want) <= 0:
                 return
+            self.give(expert, gate, want)
             insort(owned[a], (self.left[expert], expert))
             self.gateway.setdefault(gate, []).append(expert)
             total[a] -= left - self.left[expert]

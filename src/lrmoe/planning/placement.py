@@ -10,6 +10,7 @@ Shape letters: R ranks, E experts, J instances.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from lrmoe.planning.matching import Matching
 from lrmoe.planning.problem import IntArray, Problem, Topology
 
-RESTARTS = 48  # attempts where the lowest level fails, at few ranks
+RESTARTS = 384  # attempts where the lowest level fails, times ranks
 NODE_SLACKS = (0.0, 0.0025, 0.005, 0.01, 0.02)  # peak given away for fewer copies between nodes
 _FINE = 1000  # levels closer than 1/1000 are not told apart
 
@@ -59,8 +60,8 @@ def place(problem: Problem, *, level: int | None = None) -> Placement:
     if problem.slots and best.peak > aim:
         near = _by_nodes(aim, start, topology) if topology.nodes > 1 else None
         best = near or _search(best, aim, problem.slots, start)
-    if problem.local_rows is not None:
-        best = _localise(problem, best, start)
+    if problem.slots and problem.local_rows is not None:
+        best = _localise(problem, best, aim)
     return _result(best, topology)
 
 
@@ -89,7 +90,7 @@ def _search(fixed: Matching, aim: int, slots: int, start: Start) -> Matching:
     bound = max(aim, _lower_bound(fixed, slots))
     best = min(fixed, best, key=lambda one: one.peak)
     fine, share, failed = max(bound // _FINE, 1), 2, 0
-    for seed in range(min(RESTARTS, max(4, 16 * RESTARTS // len(ranks)))):
+    for seed in range(min(max(RESTARTS // len(ranks), 4), 96)):
         gap = best.peak - bound
         if gap <= fine:
             break
@@ -114,8 +115,44 @@ def _by_nodes(bound: int, start: Start, topology: Topology) -> Matching | None:
     return None
 
 
-def _localise(problem: Problem, best: Matching, start: Start) -> Matching:
+def _localise(problem: Problem, best: Matching, aim: int) -> Matching:
+    """Copies that make at least `local_rows` pairs local, largest first, as far as slots and the peak found allow.
+
+    Local means on the rank that sends them, or inside its node where there are several. First with every such pair
+    moved and the ranks filled again; where that passes the peak, with as many pairs as the rank has room for.
+    """
+    topology, least = problem.topology, problem.local_rows or 1
+    level = max(best.peak, aim)
+    whole = deepcopy(best)
+    for rank, expert, pairs in _local_demand(problem, whole):
+        if whole.free[rank] and whole.left[expert] >= least:
+            whole.give(expert, rank, pairs)
+    size = topology.ranks // topology.nodes
+    if all(whole.fill(level, range(n * size, (n + 1) * size)) for n in range(topology.nodes)):
+        return whole
+    for rank, expert, pairs in _local_demand(problem, best):
+        room = min(pairs, level - best.load[rank] - best.charge, best.left[expert])
+        if best.free[rank] and room >= least:
+            best.give(expert, rank, room)
     return best
+
+
+def _local_demand(problem: Problem, match: Matching) -> list[tuple[int, int, int]]:
+    """(rank, expert, pairs) that a copy could make local, most pairs first; the emptiest rank stands for its node."""
+    topology, experts = problem.topology, np.arange(problem.topology.experts)
+    groups = topology.nodes if topology.nodes > 1 else topology.ranks
+    size = topology.ranks // groups
+    demand_GE = problem.counts_RE.reshape(groups, size, -1).sum(axis=1)
+    demand_GE[topology.home_E // size, experts] = 0
+    for rank, expert in match.moved:
+        demand_GE[rank // size, expert] = 0
+    group_X, expert_X = np.nonzero(demand_GE >= (problem.local_rows or 1))
+    order = np.lexsort((expert_X, group_X, -demand_GE[group_X, expert_X]))
+    result = []
+    for g, e in zip(group_X[order].tolist(), expert_X[order].tolist(), strict=True):
+        rank = min((not match.free[r], match.load[r], r) for r in range(g * size, (g + 1) * size))[2]
+        result.append((rank, e, int(demand_GE[g, e])))
+    return result
 
 
 def _result(match: Matching, topology: Topology) -> Placement:
