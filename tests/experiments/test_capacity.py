@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -333,6 +334,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         return Done(code=stopped.value.code or 0, out=out, err=err)  # type: ignore[arg-type]
 
     return call
+
+
+def test_the_documented_example_is_what_the_command_prints() -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, str(root / "tools" / "fill_plan.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 class TestCommand:

@@ -46,7 +46,7 @@ def memory_table(answer: Answer) -> Table:
         title=f"Bytes of the fullest rank ({mode(answer)})",
         columns=("", "call, forward", "call, backward", "model, forward", "model, backward"),
         rows=rows,
-        note=_limits(answer),
+        note=f"{_limits(answer)}. Modelled.",
     )
 
 
@@ -178,7 +178,7 @@ def _overflow(answer: Answer) -> int:
 def _skew(answer: Answer) -> str:
     q = answer.question
     stated = f", calibrated to a peak of {q.peak:g}" if q.peak is not None else ""
-    return f"Skew: {q.skew} pattern, seed {q.seed}{stated}."
+    return f"Planned for a generated skew: {q.skew}, seed {q.seed}{stated}. Modelled."
 
 
 def _limits(answer: Answer) -> str:
@@ -187,8 +187,9 @@ def _limits(answer: Answer) -> str:
 
 def shortfalls(answer: Answer) -> list[str]:
     """Every limit that does not hold, with its numbers."""
+    call_rank = int(answer.call.peak_R.argmax())
     return [
-        f"{name} on rank {answer.rank} needs {size(need)}, available {size(limit)}"
+        f"{name} on rank {call_rank if name == 'layer budget' else answer.rank} needs {size(need)}, available {size(limit)}"
         for name, (need, limit) in answer.limits.items()
         if need > limit
     ]
