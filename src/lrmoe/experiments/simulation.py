@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -192,12 +193,10 @@ def _value(text: str) -> Any:
 def _folder(name: str) -> Path:
     if not name or Path(name).name != name:
         raise ConfigError(f"name={name!r}: must be a folder's name, without separators")
-    folder = RUNS / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"name={name!r}: cannot write to {folder}: {error}") from error
-    return folder
+    there = next(path for path in (RUNS / name, RUNS, Path()) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"name={name!r}: cannot write to {there.resolve()}")
+    return RUNS / name
 
 
 @contextmanager
@@ -230,6 +229,7 @@ def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 def _show(summary: Mapping[str, Any], folder: Path, console: Console, as_json: bool) -> int:
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text(
             json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8"
         )

@@ -91,6 +91,10 @@ def _pattern(
         if key not in known:
             valid = ", ".join(["sampling", *known])
             raise ConfigError(f"option {key!r} of generator {name!r}: unknown; valid: {valid}")
+        whole = make.__annotations__[key].startswith("int")
+        value = options[key]
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise ConfigError(f"{key}={value!r}: must be a {'whole ' if whole else ''}number")
     return make(shape, np.random.default_rng([seed, 0]), steps, **options)
 
 
