@@ -260,9 +260,7 @@ def report(
     raise typer.Exit(run(runs=runs, out=out))
 
 
-@app.command(
-    epilog="Example: lrmoe plan --model Qwen3-30B-A3B --gpus 8 --hardware h200 --micro-batch 2 --seq 8192"
-)
+@app.command(epilog="Example: lrmoe plan --model GLM-4.5-Air --gpus 64 --hardware h200")
 def plan(
     model: Annotated[
         str,

@@ -187,9 +187,9 @@ def _limits(answer: Answer) -> str:
 
 def shortfalls(answer: Answer) -> list[str]:
     """Every limit that does not hold, with its numbers."""
-    call_rank = int(answer.call.peak_R.argmax())
+    ranks = {"layer budget": int(answer.call.peak_R.argmax())}
     return [
-        f"{name} on rank {call_rank if name == 'layer budget' else answer.rank} needs {size(need)}, available {size(limit)}"
+        f"{name} on rank {ranks.get(name, answer.rank)} needs {size(need)}, available {size(limit)}"
         for name, (need, limit) in answer.limits.items()
         if need > limit
     ]
