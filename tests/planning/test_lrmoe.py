@@ -140,11 +140,12 @@ def entering(problem: Problem, found: LayerPlan) -> np.ndarray:
 
 
 def test_a_cap_on_the_wire_is_kept_or_passed_by_little() -> None:
-    counts = generate("lognormal", ranks=8, experts=32, top_k=4, tokens=2048, seed=3)[0]
+    counts = generate("lognormal", ranks=8, experts=32, top_k=4, tokens=2048, seed=2)[0]
     free = make(counts, slots=2, max_drop=0.2)
     loose = entering(free, plan(free)).max()
-    capped = dataclasses.replace(free, wire_rows=int(0.97 * loose))
-    assert entering(capped, plan(capped)).max() <= 0.97 * loose
+    for share in (0.97, 0.93, 0.9):  # quotas leave out more where rows enter; routing alone stops at 0.99
+        capped = dataclasses.replace(free, wire_rows=int(share * loose))
+        assert entering(capped, plan(capped)).max() <= share * loose
     hopeless = dataclasses.replace(free, wire_rows=1)
     assert entering(hopeless, plan(hopeless)).max() <= loose
 

@@ -67,16 +67,18 @@ def replica_quotas(
     """Quotas for a placement with replicas: legal for `problem` and of least peak.
 
     Args:
-        problem: counts, drop cap, floors, mode, score history.
+        problem: counts, drop cap, floors, mode, score history; `wire_rows` bounds what ranks keep by what would enter.
         expert_J, rank_J, pairs_J: int64 (J,), instances and their forward pairs.
         cap_R: int64 (R,), most kept pairs of each rank (kept to as far as the drop cap allows), or None.
     """
     if cap_R is None:
         cap_R = np.full(problem.topology.ranks, UNLIMITED)
     places = _Places(problem=problem, expert_J=expert_J, rank_J=rank_J, cap_R=cap_R.copy())
+    if problem.wire_rows is not None:
+        np.minimum(places.cap_R, _wire_caps(places, pairs_J, problem.wire_rows), out=places.cap_R)
     goal = overload_goal(problem)
     load_R = places.on_ranks(pairs_J)
-    if problem.drop_cap == 0 or (goal and bool((load_R <= np.minimum(goal, cap_R)).all())):
+    if problem.drop_cap == 0 or (goal and bool((load_R <= np.minimum(goal, places.cap_R)).all())):
         return Quotas(quota_E=problem.counts_E, stay_J=pairs_J, peak=int(load_R.max()))
     kept_J = _keep(places, pairs_J, goal)
     peak = places.peak(kept_J)
@@ -89,7 +91,7 @@ def replica_quotas(
 def _exact(places: _Places, pairs_J: IntArray, kept_J: IntArray, lowest: int) -> Quotas:
     """Least peak over all quotas and all routings; then quotas in place on forward pairs moved as that peak needs."""
     problem = places.problem
-    network, instances, drops = _network(places, kept_J, problem.counts_E - places.of_experts(kept_J))
+    network, _, drops = _network(places, kept_J, problem.counts_E - places.of_experts(kept_J))
     best = _lower(network, places, lowest)
     rest, instances, _ = _network(places, pairs_J, None)
     rest.relieve([*np.minimum(best, places.cap_R).tolist(), 0, 0])
@@ -169,12 +171,19 @@ def _floors(problem: Problem, expert_J: IntArray, pairs_J: IntArray) -> IntArray
     return low
 
 
+def _wire_caps(places: _Places, pairs_J: IntArray, wire_rows: int) -> IntArray:
+    """Most kept pairs of each rank whose share from other ranks, as in forward, enters within `wire_rows`."""
+    own_J = places.problem.counts_RE[places.rank_J, places.expert_J]
+    load_R, enter_R = places.on_ranks(pairs_J), places.on_ranks(np.maximum(pairs_J - own_J, 0))
+    caps = np.floor(wire_rows * (load_R / np.maximum(enter_R, 1)))
+    return np.where(enter_R > 0, np.minimum(caps, float(2**53)), float(2**53)).astype(np.int64)
+
+
 def _priced(places: _Places, pairs_J: IntArray, keep_R: IntArray) -> FloatArray:
     """Real kept pairs of each instance by multiplicative price updates, float64 (J,); loads come near keep_R."""
     problem, expert_J, rank_J = places.problem, places.expert_J, places.rank_J
     ranks, experts = keep_R.size, problem.topology.experts
-    high = problem.counts_E.astype(np.float64)
-    low = problem.floor_E.astype(np.float64)
+    high, low = problem.counts_E.astype(np.float64), problem.floor_E.astype(np.float64)
     share_J = pairs_J / np.maximum(high, 1.0)[expert_J]
     weight, target = loss_weight(problem), np.maximum(keep_R, 1).astype(np.float64)
     weight = weight * (float(keep_R.sum()) / max(float(weight.sum()), 1e-300))
