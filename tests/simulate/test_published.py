@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,12 @@ def test_the_goals_against_fixed_ownership_are_reached() -> None:
     assert 0.56 < values["forward_subtotal_reduction"] < 0.58, (
         "57.5 % is the most a complete forward can give"
     )
+    page = (Path(__file__).resolve().parents[2] / "docs" / "published.md").read_text()
+    for quantity, value in values.items():
+        stated = re.search(rf"`published\.{re.escape(quantity)}` \| ([0-9.]+) ", page)
+        if stated is not None:
+            assert float(stated[1]) == pytest.approx(value, abs=0.005), f"docs/published.md: {quantity}"
+    assert page.count("| `published.") == 5
 
 
 def test_published_and_simulated_stand_side_by_side(summary: dict[str, Any]) -> None:

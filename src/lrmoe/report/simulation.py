@@ -125,16 +125,15 @@ def comparison(run: Run) -> Table | None:
             number(line["published"], 4),
             number(line["simulated"], 4),
             number(line["ratio"], 3),
-            line["what"],
         )
         for line in lines
     ]
-    columns = ("quantity", "published", "simulated", "simulated / published", "published figure")
+    columns = ("quantity", "published", "simulated", "ratio")
     return Table(title="Beside the published figures", columns=columns, rows=rows, note=_COMPARISON_NOTE)
 
 
 _COMPARISON_NOTE = (
-    "Simulated figures are arithmetic on plans, not measurements. "
+    "Ratio: simulated / published. Simulated figures are arithmetic on plans, not measurements; "
     "lrmoe against megatron where no system is named."
 )
 

@@ -11,7 +11,6 @@ from rich.table import Table as RichTable
 
 from lrmoe.report.data import Run, SystemRun
 
-
 _NAME = 12  # letters
 
 
