@@ -70,10 +70,11 @@ def test_the_candidate_with_less_estimated_time_wins() -> None:
 
 
 def test_all_live_experts_are_gathered_from_shards() -> None:
-    for regather in (True, False):
-        (_, plan), *_ = run(Laer(regather=regather), series("zipf", SHAPES[0], steps=1), SHAPES[0], slots=2)
-        gathered = [6]  # 7 / 8 of 6 experts, rounded up
-        assert plan.moved.fetch_R.tolist() == plan.moved.return_R.tolist() == gathered * 8
-        assert plan.moved.refetch_R.tolist() == (gathered if regather else [0]) * 8
+    for slots, gathered in ((2, 6), (4, 7)):  # 7 / 8 of 6 experts, rounded up; 7 / 8 of 8
+        for regather in (True, False):
+            policy = Laer(regather=regather)
+            (_, plan), *_ = run(policy, series("zipf", SHAPES[0], steps=1), SHAPES[0], slots=slots)
+            assert plan.moved.fetch_R.tolist() == plan.moved.return_R.tolist() == [gathered] * 8
+            assert plan.moved.refetch_R.tolist() == [gathered if regather else 0] * 8
         assert not plan.moved.state_R.any()
         assert not plan.moved.resident_R.any()

@@ -52,6 +52,19 @@ def test_a_remainder_below_the_least_chunk_is_forced_on_the_emptiest_rank() -> N
     assert spread == {0: {0: 100, 1: 20, 2: 15, 3: 15}}
 
 
+def test_a_remainder_that_fits_whole_is_never_too_small() -> None:
+    spread, forced = LLEP(threshold=1.0, min_tokens=60).spread(ask(loads([150, 50], ranks=2)))
+    assert not forced
+    assert spread == {0: {0: 100, 1: 50}}
+
+
+def test_a_forced_remainder_goes_to_another_rank_even_if_that_is_fuller() -> None:
+    policy = LLEP(threshold=0.0, alpha=0.5, min_tokens=0)
+    problem = ask(loads([120, 0, 100, 100], ranks=2))
+    assert policy.cap(problem) == 80
+    assert policy.spread(problem)[0][0] == {0: 80, 1: 40}
+
+
 def test_every_instance_takes_a_range_of_the_tokens_laid_end_to_end() -> None:
     problem = ask([[90, 0], [60, 50]])
     plan = LLEP(threshold=1.0, min_tokens=0)(problem)

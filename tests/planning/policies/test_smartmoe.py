@@ -29,10 +29,11 @@ def test_experts_go_by_load_to_the_least_loaded_rank_with_a_place() -> None:
 
 
 def test_a_placement_is_adopted_only_if_its_peak_is_lower() -> None:
-    # Owners hold 7 + 5 and 6 + 6: best possible. The greedy one has 7 + 5 too, so nothing moves.
-    steps = np.stack([loads([7, 5, 6, 6], ranks=2)] * 2)
-    _, (_, kept) = run(SmartMoE(interval=1), steps, Shape(2, 4), slots=0)
-    assert copies(kept).argmax(axis=0).tolist() == [0, 0, 1, 1]
+    # Owners hold 31 + 29 + 0 and 20 + 20 + 20. The greedy one gives 31 + 20 + 0 and 29 + 20 + 20: nothing moves.
+    load = [31, 29, 0, 20, 20, 20]
+    assert greedy(np.array(load), np.array([0, 0, 0, 1, 1, 1]), 2).tolist() == [0, 1, 0, 1, 0, 1]
+    _, (_, kept) = run(SmartMoE(interval=1), np.stack([loads(load, ranks=2)] * 2), Shape(2, 6), slots=0)
+    assert copies(kept).argmax(axis=0).tolist() == [0, 0, 0, 1, 1, 1]
     assert not kept.moved.state_R.any()
     steps = np.stack([loads([9, 8, 2, 1], ranks=2)] * 2)
     _, (_, better) = run(SmartMoE(interval=1), steps, Shape(2, 4), slots=0)

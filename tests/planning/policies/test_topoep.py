@@ -37,6 +37,12 @@ def test_every_rank_proposes_and_every_expert_accepts_its_best() -> None:
     assert TopoEP(slots=0).clones(problem) == []
 
 
+def test_among_equal_gives_the_transport_hint_decides() -> None:
+    # Spills of 10 each, room of 12 and 18: the transport sends 4 and 6 of every spill there.
+    problem = ask(loads([110, 110, 110, 88, 82], ranks=5), slots=1)
+    assert TopoEP().clones(problem)[:2] == [(0, 4, 10), (1, 3, 10)]
+
+
 def test_a_rank_in_the_same_node_is_preferred() -> None:
     # Ranks 1 (same node) and 2 (other node) have equal room.
     load = loads([70, 0, 20, 0, 20, 0, 50, 0], ranks=4)
