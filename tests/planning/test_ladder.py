@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lrmoe.errors import InfeasibleError, PlanError
@@ -111,6 +111,7 @@ def test_senseless_budgets_are_refused(field: str, value: int) -> None:
 
 
 @MODEST
+@example(740606353, 40, 60, 30, "overload", 3)  # a rank full of replicas must not get more rows in backward
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 200),

@@ -69,8 +69,9 @@ def climb(problem: Problem, replicas_R: IntArray, forward_R: IntArray, kept_R: I
     if (forward_R + charge_R).max() > budget and (problem.recompute_rows or 0) > budget:
         budget, recompute = problem.recompute_rows or budget, True
     room_R = budget - charge_R
-    if room_R.min() < 1 or _chunks(forward_R, room_R) > problem.max_chunks:
-        raise InfeasibleError(_explain(problem, forward_R, charge_R, budget))
+    most_R = np.maximum(forward_R, kept_R)
+    if room_R.min() < 1 or _chunks(most_R, room_R) > problem.max_chunks:
+        raise InfeasibleError(_explain(problem, most_R, charge_R, budget))
     return Rungs(
         replicas=replicas,
         dropped=dropped,
@@ -84,16 +85,16 @@ def _chunks(load_R: IntArray, room_R: IntArray) -> int:
     return max(1, int((-(-load_R // room_R)).max()))
 
 
-def _explain(problem: Problem, forward_R: IntArray, charge_R: IntArray, budget: int) -> str:
+def _explain(problem: Problem, load_R: IntArray, charge_R: IntArray, budget: int) -> str:
     """The numbers a user needs: who lacks what, and what would do."""
     parts = problem.max_chunks
-    least_R = -(-forward_R // parts) + charge_R
+    least_R = -(-load_R // parts) + charge_R
     rank = int(np.argmax(least_R))
-    needed, smallest = int(forward_R[rank] + charge_R[rank]), int(least_R.max())
+    needed, smallest = int(load_R[rank] + charge_R[rank]), int(least_R.max())
     # Python integers: room times pairs may leave int64.
     share = [
         (max(budget - c, 0) * parts * problem.pairs) // f
-        for f, c in zip(forward_R.tolist(), charge_R.tolist(), strict=True)
+        for f, c in zip(load_R.tolist(), charge_R.tolist(), strict=True)
         if f
     ]
     largest = min(problem.pairs, *share)

@@ -95,18 +95,19 @@ def _route(problem: Problem, placement: Placement, quotas: Quotas) -> Routing:
 
     try:
         return within(caps, problem.wire_rows)
-    except InfeasibleError:
+    except InfeasibleError:  # no rank needs to run more than in forward, where pairs stay
+        caps = None if caps is None else np.maximum(caps, placement.load_R)
         if problem.wire_rows is None:
-            return within(None, None)
+            return within(caps, None)
     low, high = problem.wire_rows, int(quotas.quota_E.sum())
     while high - low > max(low // 100, 1):
         middle = (low + high) // 2
         try:
-            within(None, middle)
+            within(caps, middle)
             high = middle
         except InfeasibleError:
             low = middle
-    return within(None, high)
+    return within(caps, high)
 
 
 def _local(problem: Problem, placement: Placement, quotas: Quotas) -> IntArray:
