@@ -61,7 +61,7 @@ def place(problem: Problem, *, level: int | None = None) -> Placement:
         near = _by_nodes(aim, start, topology) if topology.nodes > 1 else None
         best = near or _search(best, aim, problem.slots, start)
     if problem.slots and problem.local_rows is not None:
-        best = _localise(problem, best, aim)
+        best = _localise(problem, best, min(aim, start().peak))
     return _result(best, topology)
 
 
