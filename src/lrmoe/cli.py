@@ -209,7 +209,9 @@ def simulate(
         float | None, typer.Option(help="Share of pairs lrmoe's backward leaves out (0.2).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the load pattern.")] = None,
-    model: Annotated[str | None, typer.Option(help="Whose expert sizes (Qwen3-30B-A3B).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Whose expert sizes; unset: the trace's, or Qwen3-30B-A3B.")
+    ] = None,
     hardware: Annotated[str | None, typer.Option(help="Device of the predicted times (h100).")] = None,
     name: Annotated[str | None, typer.Option(help="The run's folder is runs/<name>.")] = None,
     as_json: AsJson = False,

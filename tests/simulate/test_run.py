@@ -114,6 +114,16 @@ def test_a_run_on_a_trace() -> None:
     assert summary["settings"]["top_k"] == 2, "the trace says it"
 
 
+def test_sizes_of_a_trace_count_unless_a_model_is_named() -> None:
+    named = dataclasses.replace(trace(), about={"top_k": 2, "hidden": 32, "width": 16, "model": "tiny"})
+    layer = Settings(trace=named).layer
+    assert (layer.shape.hidden, layer.shape.width, layer.top_k) == (32, 16, 2)
+    layer = Settings(trace=named, model="Mixtral-8x7B").layer
+    assert (layer.shape.hidden, layer.shape.width, layer.top_k) == (4096, 14336, 2)
+    odd = dataclasses.replace(trace(), about={"top_k": "many", "hidden": -1})
+    assert (Settings(trace=odd).layer.shape.hidden, Settings(trace=odd).layer.top_k) == (2048, 8)
+
+
 def test_experts_by_ranks() -> None:
     assert [experts_for(r) for r in (8, 32, 64, 256, 1024)] == [128, 128, 256, 512, 1024]
 

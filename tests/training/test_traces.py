@@ -34,7 +34,7 @@ def test_a_run_leaves_a_trace_that_a_resume_goes_on_with(tmp_path: Path) -> None
     path = tmp_path / "run" / "trace.parquet"
     first = read_trace(path)
     assert (first.ranks, first.experts, first.layers) == (1, 4, (0, 1))
-    assert first.about == {"model": "qwen3_moe", "top_k": 2}
+    assert first.about == {"model": "qwen3_moe", "top_k": 2, "hidden": 32, "width": 16}
     assert [
         *zip(first.step_C.tolist(), first.micro_batch_C.tolist(), first.layer_C.tolist(), strict=True)
     ] == [(step, micro, layer) for step in (0, 1) for micro in (0, 1) for layer in (0, 1)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from lrmoe.errors import ConfigError, PlanError
 from lrmoe.planning.hardware import get_hardware
+from lrmoe.planning.memory import ExpertShape
 from lrmoe.planning.problem import Topology
 from lrmoe.planning.shapes import get_shape
 from lrmoe.simulate.cluster import Calls, Outcome, mean_rows, simulate
@@ -19,6 +20,7 @@ from lrmoe.telemetry.traces import Trace
 
 _EXPERTS_BY_RANKS = ((32, 128), (128, 256), (512, 512))  # up to so many ranks, so many experts; 1024 beyond
 MAX_RANKS = 4096
+MODEL = "Qwen3-30B-A3B"
 Progress = Callable[[str, int, int], None]
 
 
@@ -29,7 +31,8 @@ class Settings:
     Attributes:
         systems: names. ranks: one cluster each. experts: of each cluster; empty: the trace's, or by the ranks.
         generator: name of a pattern; trace: counts instead. options: of the generator.
-        model: whose expert sizes and experts per token. top_k: instead of the model's.
+        model: whose expert sizes and experts per token; None: those that the trace names, or Qwen3-30B-A3B.
+        top_k: instead of the model's.
         tokens: per source rank and call. steps: measured calls (of a trace: most per layer; None: all).
         skip: calls before them, which only make history. seeds: sequences of the generator.
         allowance: what every system is given. hardware: device. ranks_per_node: None takes the device's.
@@ -41,7 +44,7 @@ class Settings:
     generator: str = "lognormal"
     options: Mapping[str, Any] = field(default_factory=dict)
     trace: Trace | None = None
-    model: str = "Qwen3-30B-A3B"
+    model: str | None = None
     top_k: int | None = None
     tokens: int = 32768
     steps: int | None = None
@@ -72,12 +75,23 @@ class Settings:
     def layer(self) -> Layer:
         """The layer and its devices."""
         try:
-            shape, hardware = get_shape(self.model), get_hardware(self.hardware)
+            shape, hardware = get_shape(self.model or MODEL), get_hardware(self.hardware)
         except PlanError as error:
             raise ConfigError(str(error)) from error
-        known = self.trace.about.get("top_k") if self.trace is not None else None
-        top_k = self.top_k or (known if isinstance(known, int) and known > 0 else shape.top_k)
-        return Layer(shape=shape.expert(), top_k=top_k, hardware=hardware)
+        top_k = self.top_k or (self._said("top_k") if self.model is None else None) or shape.top_k
+        return Layer(shape=self._trace_shape() or shape.expert(), top_k=top_k, hardware=hardware)
+
+    def _trace_shape(self) -> ExpertShape | None:
+        """Sizes of an expert, bf16, where the trace names them and no model is given."""
+        hidden, width = self._said("hidden"), self._said("width")
+        if self.model is not None or hidden is None or width is None:
+            return None
+        return ExpertShape(hidden=hidden, width=width, element_bytes=2)
+
+    def _said(self, name: str) -> int | None:
+        """A positive number of the trace's metadata."""
+        value = None if self.trace is None else self.trace.about.get(name)
+        return value if isinstance(value, int) and value > 0 else None
 
     def topologies(self) -> list[Topology]:
         """One for each cluster."""
@@ -205,7 +219,7 @@ def describe(settings: Settings, layer: Layer) -> dict[str, Any]:
     return {
         **source,
         "systems": list(settings.systems),
-        "model": settings.model,
+        "model": settings.model or (MODEL if settings.trace is None else settings.trace.about.get("model")),
         "hidden": layer.shape.hidden,
         "expert_width": layer.shape.width,
         "top_k": layer.top_k,

@@ -56,9 +56,11 @@ class TraceLog:
 
 
 def about_model(config: Any) -> dict[str, Any]:
-    """What a trace says of the model: its type, and experts per token where the configuration names them."""
+    """What a trace says of the model: type, experts per token, sizes of an expert, where they are named."""
     named = {
         "model": getattr(config, "model_type", None),
         "top_k": getattr(config, "num_experts_per_tok", None),
+        "hidden": getattr(config, "hidden_size", None),
+        "width": getattr(config, "moe_intermediate_size", None),
     }
     return {name: value for name, value in named.items() if value is not None}
