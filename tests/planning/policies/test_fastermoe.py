@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -85,14 +87,17 @@ def test_a_shadow_sits_on_every_rank_and_serves_only_its_own() -> None:
 
 
 def test_code_rule_compares_experts_not_ranks() -> None:
-    policy = FasterMoE(rule="code", **UNIT, bandwidth=1.0)
-    # A row costs 1 + 4 = 5 s, a shadow 1 s: 10 rows -> 5 rows + 1 s pays, 5 -> 4.9 does not.
-    problem = ask([[10, 5, 5, 4]])
-    assert policy.shadows(problem) == []  # one rank has nobody to share with
-    spread = ask(loads([10, 5, 5, 4], ranks=2))
-    assert policy.shadows(spread) == [0]
-    assert FasterMoE(rule="code", **UNIT, bandwidth=1000.0).shadows(spread) == [0]  # 5 -> 5 brings nothing
-    steps = ask(loads([10, 8, 6, 4], ranks=2))
-    assert FasterMoE(rule="code", **UNIT, bandwidth=1000.0).shadows(steps) == [0, 1, 2]
-    assert FasterMoE(rule="code", **UNIT, bandwidth=0.3).shadows(steps) == [0, 1, 2]
-    assert FasterMoE(rule="code", **UNIT, bandwidth=1000.0, max_shadows=2).shadows(steps) == [0, 1]
+    # A row costs 1 s of compute and 4 s of exchange, a shadow 100 s: 20 rows less in the next expert pay for one.
+    policy = FasterMoE(
+        rule="code", hidden=1, width=100, matrices=1, element_bytes=1, flops=600.0, bandwidth=1.0
+    )
+    for load, chosen in (
+        ([100, 81, 0, 0], []),
+        ([100, 79, 60, 0], [0]),
+        ([100, 79, 58, 57], [0, 1]),
+        ([100, 81, 1, 0], []),  # stops there, though shadowing two would pay
+    ):
+        assert policy.shadows(ask(loads(load, ranks=2))) == chosen
+    limited = dataclasses.replace(policy, max_shadows=1)
+    assert limited.shadows(ask(loads([100, 79, 58, 57], ranks=2))) == [0]
+    assert policy.shadows(ask([[100, 0]])) == []  # one rank has nobody to share with

@@ -157,7 +157,7 @@ def _match(
 ) -> list[tuple[int, int, int]]:
     """Phase 2 for one slot: ranks propose to experts, experts accept their best, until nobody proposes.
 
-    Updates what spills, what is spare, and which (expert, rank) are still possible, in place.
+    Updates what spills and what is spare in place. A match uses up one of the two, so no (expert, rank) comes twice.
     """
     free_R = np.ones(spare_R.size, dtype=bool)
     found: list[tuple[int, int, int]] = []
@@ -173,6 +173,5 @@ def _match(
             pairs = int(min(spill_X[x], spare_R[rank]))
             spill_X[x] -= pairs
             spare_R[rank] -= pairs
-            open_XR[x, rank] = False
             free_R[rank] = False
             found.append((x, rank, pairs))
