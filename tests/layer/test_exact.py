@@ -134,4 +134,6 @@ def test_forward_values_never_depend_on_pruning() -> None:
     kept_all = run(case, exact()).result.out
     for config in (pruning(max_drop=0.5), pruning(max_drop=0.9, estimator="topk"), LRMoEConfig()):
         assert torch.equal(run(case, config).result.out, kept_all)
-    assert torch.equal(run(case, pruning(max_drop=0.5), training=False).result.out, kept_all)
+    with pytest.warns(UserWarning, match="evaluation mode"):
+        evaluated = run(case, pruning(max_drop=0.5), training=False).result.out
+    assert torch.equal(evaluated, kept_all)

@@ -64,7 +64,8 @@ def test_evaluation_never_advances_it() -> None:
         forward(disturbed, CASE, leaves(CASE, GRADS), training=False)
     with torch.inference_mode():
         forward(disturbed, CASE, leaves(CASE, []), training=False)
-    run(CASE, config(), layer=disturbed, training=False)  # with gradients, still evaluation
+    with pytest.warns(UserWarning, match="evaluation mode"):  # with gradients, still evaluation
+        run(CASE, config(), layer=disturbed, training=False)
     found.append(next_kept(disturbed))
     assert torch.equal(first[0], found[0])
     assert torch.equal(first[1], found[1])

@@ -41,6 +41,7 @@ def test_observation_predicts_what_a_pruned_run_then_reports() -> None:
         assert observed[f"backward_peak_{drop}"] == pytest.approx(pruned.backward_peak)
         assert observed[f"variance_added_{drop}"] == pytest.approx(pruned.variance_added, rel=1e-6)
         assert observed[f"rows_saved_{drop}"] == 100 - pruned.rows_backward_local
+        assert observed[f"bytes_saved_{drop}"] == 0, "one rank sends nothing"
 
 
 def test_observation_changes_no_number_bitwise() -> None:
@@ -71,7 +72,8 @@ def test_telemetry_has_one_record_per_training_call_with_a_backward() -> None:
         run(CASE, pruning(), layer=layer)
     with torch.no_grad():
         forward(layer, CASE, leaves(CASE, []), training=False)
-    run(CASE, pruning(), layer=layer, training=False)
+    with pytest.warns(UserWarning, match="evaluation mode"):
+        run(CASE, pruning(), layer=layer, training=False)
     forward(layer, CASE, leaves(CASE, GRADS))
     found = layer.telemetry.drain()
     assert [r.micro_batch for r in found] == [0, 1, 2]

@@ -35,7 +35,9 @@ def test_by_default_the_first_twenty_steps_are_exact() -> None:
 
 def test_evaluation_with_gradients_is_exact_and_leaves_no_record() -> None:
     layer = build(CASE, pruning(max_drop=0.5))
-    assert_result(run(CASE, pruning(max_drop=0.5), layer=layer, training=False).result, CASE)
+    with pytest.warns(UserWarning, match="evaluation mode"):
+        evaluated = run(CASE, pruning(max_drop=0.5), layer=layer, training=False).result
+    assert_result(evaluated, CASE)
     assert layer.last_record is None
     assert layer.telemetry.drain() == []
 
@@ -78,3 +80,10 @@ def test_observation_is_exact_and_reports_what_pruning_would_save() -> None:
     found = run(CASE, config, layer=layer)
     assert_result(found.result, CASE)
     assert found.record.kept == found.record.pairs
+
+
+def test_a_clock_that_will_be_advanced_is_waited_for() -> None:
+    layer = build(CASE, pruning(warmup_steps=2))
+    layer.clock.expected = True
+    for _ in range(70):
+        assert run(CASE, pruning(warmup_steps=2), layer=layer).record.drop_reason == "warmup"

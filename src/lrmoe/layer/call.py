@@ -33,8 +33,14 @@ class Call:
     open_call: OpenCall
     activation: str
     slots: int
+    hidden: int
     compute_dtype: torch.dtype
     differentiable: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one hidden row on the wire."""
+        return self.hidden * self.compute_dtype.itemsize
 
     @property
     def scored(self) -> bool:

@@ -20,19 +20,20 @@ _DECAY = 0.9  # of the running mean of scores
 class StepClock:
     """Counts optimizer steps; one clock serves all layers of a model.
 
-    Where `advance` is never called, a warning says so once and calls of the layer count as steps.
+    Where nobody advances it, a warning says so once and calls of the layer count as steps, after 64 calls that are
+    taken for micro-batches of the first step. Set `expected` where somebody will advance it: it is then waited for.
     """
 
     def __init__(self) -> None:
         self.step = 0
-        self.running = False
-        self._warned = False
+        self.expected = False
+        self._warned: set[str] = set()
         self._layers: list[Any] = []
 
     def advance(self) -> None:
         """One optimizer step is done: forget what only an unfinished step may need."""
         self.step += 1
-        self.running = True
+        self.expected = True
         for layer in self._layers:
             layer.release()
 
@@ -42,13 +43,22 @@ class StepClock:
 
     def warn_idle(self) -> None:
         """Say once that nobody advances the clock."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "lrmoe: no optimizer step was announced in many training calls; counting calls instead. Call "
-                "handle.step() after each optimizer step, or handle.attach(optimizer), or use the Trainer callback.",
-                stacklevel=2,
-            )
+        self._warn(
+            "lrmoe: no optimizer step was announced in many training calls; counting calls instead. Call "
+            "handle.step() after each optimizer step, or handle.attach(optimizer), or use the Trainer callback."
+        )
+
+    def warn_evaluation(self) -> None:
+        """Say once that gradients flow through a layer in evaluation mode, where nothing is left out."""
+        self._warn(
+            "lrmoe: gradients flow through MoE layers in evaluation mode: backward is exact and nothing is counted. "
+            "To train, call model.train() first (from_pretrained returns a model in evaluation mode)."
+        )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +97,7 @@ class Controller:
         step, micro_batch = self._step, self._calls_in_step
         self._calls_in_step += 1
         self._calls += 1
-        if not self.clock.running and self._calls > _PATIENCE:
+        if not self.clock.expected and self._calls > _PATIENCE:
             self.clock.warn_idle()
             step, micro_batch = self._calls - 1, 0
         reason = self._exact_because(step)
@@ -97,7 +107,9 @@ class Controller:
 
     def _exact_because(self, step: int) -> str | None:
         config = self.config
-        if config.max_drop == 0 or config.observe:
+        if config.observe:
+            return "observe"
+        if config.max_drop == 0:
             return "off"
         if step < config.warmup_steps:
             return "warmup"

@@ -179,9 +179,16 @@ class MoELayer:
             open_call=planned.open_call,
             activation=self.activation,
             slots=inputs.ids_TK.shape[1],
+            hidden=self.shape.hidden,
             compute_dtype=_compute_dtype(gate_up),
             differentiable=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
         )
+        if (
+            planned.moment is None
+            and call.differentiable
+            and (self.config.max_drop > 0 or self.config.observe)
+        ):
+            self.clock.warn_evaluation()
         if planned.moment is not None:
             self._last = planned.open_call
             planned.open_call.record.mem_predicted = self._predict(call, inputs, gate_up)

@@ -27,10 +27,10 @@ from lrmoe.layer.selection import (
     inclusion,
     measure,
 )
-from lrmoe.planning import get_policy, split_quota
+from lrmoe.planning import LayerPlan, get_policy, split_quota
 from lrmoe.telemetry.record import OBSERVED
 
-OBSERVED_DROPS = (0.1, 0.3, 0.5)
+_OBSERVED_DROPS = (0.1, 0.3, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -218,7 +218,7 @@ def _observe(call: Call, rows: Candidates, experts: NDArray[np.int64]) -> None:
     pending = call.open_call.pending
     energy_M = torch.where(rows.score_M.isfinite(), rows.score_M, 0.0).double().square()
     pending["energy"] = energy_M.sum()
-    for drop in OBSERVED_DROPS:
+    for drop in sorted({*_OBSERVED_DROPS, call.config.max_drop} - {0}):
         problem = make_problem(call.config, call.plan.counts_RE, call.plan.topology, drop, None)
         plan = get_policy(call.config.policy)(problem)
         quota_L = _tensor(plan.quota_E[experts], rows.score_M)
@@ -228,3 +228,13 @@ def _observe(call: Call, rows: Candidates, experts: NDArray[np.int64]) -> None:
         observed = call.open_call.record.observed
         observed[f"backward_peak_{drop}"] = float(plan.backward_load_R.max()) / mean
         observed[f"rows_saved_{drop}"] = float(saved_R[call.comm.rank])
+        observed[f"bytes_saved_{drop}"] = _bytes_saved(call, plan)
+
+
+def _bytes_saved(call: Call, plan: LayerPlan) -> float:
+    """Bytes that this rank would not send in backward: gradient rows out, input-gradient rows back."""
+    rank, home_E = call.comm.rank, plan.topology.home_E
+    dropped_RE = plan.counts_RE * (1 - plan.quota_E / np.maximum(plan.counts_E, 1))
+    out = dropped_RE[rank, home_E != rank].sum()
+    back = np.delete(dropped_RE, rank, axis=0)[:, home_E == rank].sum()
+    return float(out + back) * call.row_bytes

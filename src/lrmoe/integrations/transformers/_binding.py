@@ -75,7 +75,7 @@ class Binding:
 
     def _build_exact(self) -> MoELayer:
         layer = self.build(EXACT)
-        layer.clock.running = True  # nobody is asked to step the clock of a model that is not enabled
+        layer.clock.expected = True  # nobody is asked to step the clock of a model that is not enabled
         return layer
 
     @torch.compiler.disable  # counts are read to the host, collectives wait: a graph break, nothing else

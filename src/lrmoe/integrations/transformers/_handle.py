@@ -122,7 +122,7 @@ class Handle:
     def restart_at(self, step: int) -> None:
         """Set the clock to `step` optimizer steps done."""
         self.clock.step = step
-        self.clock.running = self.clock.running or step > 0
+        self.clock.expected = self.clock.expected or step > 0
 
     def summary(self) -> dict[str, Any]:
         """What happened so far in training calls of this rank, as JSON-able values.
