@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from lrmoe.errors import ConfigError
-from lrmoe.report import html
+from lrmoe.report import html, tables
+from lrmoe.report.bars import phases
 from lrmoe.report.commands import report
 from lrmoe.report.data import Run
 from lrmoe.report.load import load_run
-from tests.report.synthetic import compare_run, train_run
+from tests.report.synthetic import LINK, compare_run, train_run
 
 HOSTILE = '<img src=x onerror=alert(1)></script><a href="https://evil.example/">'
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -78,8 +79,42 @@ def test_the_sentence_and_the_tiles_say_the_ratio(compared: Run) -> None:
     base, ours = (system.number("moe_time_critical_s") for system in compared.systems)
     assert base is not None
     assert ours is not None
-    assert f"lrmoe in {ours / base:.3g} of it" in html.verdict(compared)
+    wall, our_wall = (system.number("moe_time_wall_s") for system in compared.systems)
+    assert wall is not None
+    assert our_wall is not None
+    text = html.verdict(compared)
+    assert f"lrmoe needed {ours / base:.3g} of megatron's time (critical path, modelled link; wall" in text
+    assert f"wall {our_wall / wall:.3g})" in text
     assert html.tiles(compared)[0][1] == f"{ours / base:.2f}"
+
+
+def test_times_say_what_is_modelled_and_over_which_link(compared: Run) -> None:
+    speed = f"modelled link of {tables.size(LINK)}/s"
+    assert speed in tables.headline(compared).note, "the note goes to the terminal and to the page"
+    chart = phases(compared)
+    assert chart is not None
+    assert speed in chart.caption
+    assert all(
+        f"{s.name} {tables.number(s.number('moe_time_wall_s'))} s" in chart.caption for s in compared.systems
+    )
+    assert "rows on the link (modelled)" in [trace["name"] for trace in chart.traces]
+    assert any("modelled" in row[0] for row in tables.headline(compared).rows)
+
+
+def test_without_a_link_only_wall_time_is_compared(tmp_path: Path) -> None:
+    folder = compare_run(tmp_path / "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["link_bytes_per_s"] = None
+    for entry in summary["systems"].values():
+        entry["moe_time_critical_s"] = None
+        del entry["call_ms"]["wire"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    run = load_run(folder)
+    assert "of megatron's time (wall)" in html.verdict(run)
+    assert "there is no critical path" in tables.headline(run).note
+    chart = phases(run)
+    assert chart is not None
+    assert not any("modelled" in str(trace["name"]) for trace in chart.traces)
 
 
 def test_an_unreached_target_claims_no_ratio(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lrmoe.report.data import Run, SystemRun
 from lrmoe.report.plot import Plot, label, line
-from lrmoe.report.tables import Table, number
+from lrmoe.report.tables import Table, critical_path, number
 
 # Phases of a layer call, grouped for the eye; the table behind the plot shows each.
 PHASE_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -15,7 +15,7 @@ PHASE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "experts backward": ("experts_backward",),
     "rows packed and combined": ("pack", "dispatch", "combine", "exchange", "return", "replicas"),
     "planned, scored and selected": ("plan", "score", "select", "reroute"),
-    "rows on the link": ("wire",),
+    "rows on the link (modelled)": ("wire",),
 }
 
 
@@ -114,6 +114,7 @@ def phases(run: Run) -> Plot | None:
             "hovertemplate": "%{x:.3f} ms<extra>" + group + "</extra>",
         }
         for i, (group, names) in enumerate(PHASE_GROUPS.items())
+        if any(name in system.phase_ms for system in systems for name in names)
     ]
     layout = {"barmode": "stack", "xaxis": {"title": "ms per layer call", "rangemode": "tozero"}}
     layout["yaxis"] = {"autorange": "reversed", "automargin": True, "showgrid": False}
@@ -121,13 +122,25 @@ def phases(run: Run) -> Plot | None:
     return Plot(
         name="phases",
         title="Phases of a layer call",
-        caption="Forward and backward of one MoE layer call, mean over the run: per phase the slowest rank.",
+        caption=_phase_caption(run),
         label=f"Phases of a layer call: {totals}",
         traces=traces,
         layout=layout,
         table=_phase_table(systems),
         height=190 + 56 * len(systems),
     )
+
+
+def _phase_caption(run: Run) -> str:
+    text = "Forward and backward of one MoE layer call, mean over the run: per phase the slowest rank."
+    walls = [
+        f"{system.name} {number(wall)} s"
+        for system in run.systems
+        if (wall := system.number("moe_time_wall_s"))
+    ]
+    if run.kind == "train":
+        return text
+    return f"{text} {critical_path(run)} Wall, whole run: {', '.join(walls)}."
 
 
 def _phase_table(systems: Sequence[SystemRun]) -> Table:

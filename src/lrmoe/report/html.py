@@ -153,14 +153,17 @@ def verdict(run: Run) -> str:
         return f"Target loss {target} was not reached by {', '.join(missed)}; times are not comparable."
     if run.baseline is None or len(run.systems) == 1:
         return f"Every system reached training loss {target}."
-    ratios = [
-        (s.name, _ratio(s, run.baseline, "moe_time_critical_s")) for s in run.systems if s is not run.baseline
-    ]
-    parts = [f"{name} in {tables.number(ratio)} of it" for name, ratio in ratios]
-    return (
-        f"Every system reached loss {target}. MoE-layer time, critical path, against {run.baseline.name}: "
-        + ("; ".join(parts) + ".")
-    )
+    others = [s for s in run.systems if s is not run.baseline]
+    parts = [_needed(system, run.baseline) for system in others]
+    return f"Every system reached loss {target}. MoE-layer time to it: {'; '.join(parts)}."
+
+
+def _needed(system: SystemRun, base: SystemRun) -> str:
+    """The modelled ratio with the wall ratio beside it, or the wall ratio alone where no link is stated."""
+    critical, wall = (_ratio(system, base, name) for name in ("moe_time_critical_s", "moe_time_wall_s"))
+    first, kind = (wall, "wall") if critical is None else (critical, "critical path, modelled link")
+    beside = "" if critical is None else f"; wall {tables.number(wall)}"
+    return f"{system.name} needed {tables.number(first)} of {base.name}'s time ({kind}{beside})"
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
@@ -170,7 +173,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     if base is None or ours is None or not (base.figures.get("reached") and ours.figures.get("reached")):
         return []
     names = (
-        ("MoE-layer time", "moe_time_critical_s", "critical path to the target loss"),
+        ("MoE-layer time", "moe_time_critical_s", "critical path, modelled link, to the target loss"),
         ("MoE-layer time, wall", "moe_time_wall_s", "as the clock on this machine saw it"),
         ("bytes on the wire", "wire_bytes", "all ranks, whole run"),
         ("layer buffers", "buffer_peak_bytes", "peak of the most loaded rank"),
@@ -183,20 +186,13 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-_CRITICAL_PATH = (
-    "Critical path: per layer call and phase the largest thread CPU time of any rank, summed, plus the bytes of the "
-    "rank that sends most over a link of {speed}/s, the same for all systems."
-)
-
-
 def method(run: Run) -> str:
     """How the times were taken, with the link speed that was stated."""
     if run.kind == "train":
         return "MoE-layer time is wall time of the layer on the slowest rank."
-    link = run.summary.get("link_bytes_per_s")
     smoothing = run.summary.get("smoothing", {})
     parts = [
-        _CRITICAL_PATH.format(speed=tables.size(link)),
+        tables.critical_path(run),
         str(run.summary.get("link_rule", "")),
         f"Smoothed loss: mean of the last {smoothing.get('steps', '?')} steps.",
         f"World size {run.summary.get('world_size', '?')}, seed {run.summary.get('seed', '?')}.",

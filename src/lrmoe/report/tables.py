@@ -102,7 +102,7 @@ def _loss(value: float | None) -> str:
 # row of the headline table, figure of summary.json, how it is written
 _HEADLINE: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("steps", "steps", _count),
-    ("MoE-layer time, critical path", "moe_time_critical_s", seconds),
+    ("MoE-layer time, critical path (modelled link)", "moe_time_critical_s", seconds),
     ("MoE-layer time, wall", "moe_time_wall_s", seconds),
     ("bytes on the wire", "wire_bytes", size),
     ("rows of the fullest rank, forward", "forward_peak_rows", _count),
@@ -115,6 +115,18 @@ _HEADLINE_NOTE = "Rows of the fullest rank: mean over layer calls, exact warm-up
 _COMPARED = frozenset(name for _, name, _ in _HEADLINE) - {"kept_share", "final_loss"}
 
 
+def critical_path(run: Run) -> str:
+    """What the critical path is, with the link speed that it was modelled with."""
+    link = run.summary.get("link_bytes_per_s")
+    if not link:
+        return "No link speed was stated, so there is no critical path; wall is what the clock of this machine saw."
+    return (
+        "Critical path: per layer call and phase the largest thread CPU time of any rank, summed, plus the bytes of "
+        f"the rank that sends most over a modelled link of {size(link)}/s, the same for all systems. Wall: what the "
+        "clock of this machine saw on the slowest rank, nothing modelled."
+    )
+
+
 def _compare_headline(run: Run) -> Table:
     reached = ("target reached", *("yes" if s.figures.get("reached") else "NO" for s in run.systems))
     rows = [(title, *(_cell(run, s, name, write) for s in run.systems)) for title, name, write in _HEADLINE]
@@ -122,9 +134,13 @@ def _compare_headline(run: Run) -> Table:
         title=f"Training to loss {number(run.target_loss)}",
         columns=("", *(system.name for system in run.systems)),
         rows=[reached, *rows],
-        note=_HEADLINE_NOTE
-        + (f" In brackets: against {run.baseline.name}." if run.baseline and len(run.systems) > 1 else ""),
+        note=_headline_note(run),
     )
+
+
+def _headline_note(run: Run) -> str:
+    brackets = f"In brackets: against {run.baseline.name}. " if run.baseline and len(run.systems) > 1 else ""
+    return f"{brackets}{critical_path(run)} {_HEADLINE_NOTE}"
 
 
 def _cell(run: Run, system: SystemRun, name: str, write: Callable[[float | None], str]) -> str:
