@@ -95,24 +95,39 @@ def _entry(lines: list[dict[str, Any]], reached: bool) -> dict[str, Any]:
     }
 
 
-def train_run(folder: Path, steps: int = 30) -> Path:
-    """A training run, with the keys that `train` writes."""
+def train_run(folder: Path, steps: int = 30, *, rate: float = 0.1, kept: float = 0.7, every: int = 0) -> Path:
+    """A training run, with the keys that `train` writes; evaluated every `every` steps, 0 is never."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         {
             "step": step,
-            "loss": 5.0 - step / 10,
+            "loss": 5.0 - rate * step,
             "moe_ms_wall": 100.0,
-            "lrmoe/kept_share": 1.0 if step < 10 else 0.7,
+            "lrmoe/kept_share": 1.0 if step < 10 else kept,
             "lrmoe/forward_peak_worst": 1.4,
             "lrmoe/backward_peak_worst": 1.4 if step < 10 else 0.8,
             "lrmoe/ms_experts": 20.0,
             "lrmoe/ms_experts_worst": 25.0,
             "lrmoe/ms_replicas": 0.0,
+            **({"eval_loss": 5.5 - rate * step} if every and step % every == 0 else {}),
         }
         for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "summary.json").write_text(json.dumps({"name": folder.name, "steps": steps, "final_loss": 2.0}))
+    summary = {
+        "name": folder.name,
+        "folder": str(folder),
+        "world_size": 2,
+        "steps": steps,
+        "steps_skipped": 0,
+    }
+    summary |= {
+        "final_loss": lines[-1]["loss"],
+        "kept_share": kept,
+        "tokens_per_s": 1234.5,
+        "train_time_s": 9.0,
+    }
+    summary |= {"moe_time_wall_s": 0.1 * steps, "wire_bytes": 3 * 2**20, "buffer_peak_bytes": 2**21}
+    (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "config.toml").write_text("[lrmoe]\nmax_drop = 0.3\n")
     return folder

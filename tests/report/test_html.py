@@ -149,6 +149,41 @@ def test_training_run(tmp_path: Path) -> None:
     }
 
 
+def test_figures_of_a_training_run_are_words_with_units(tmp_path: Path) -> None:
+    run = load_run(train_run(tmp_path / "mine", every=10))
+    rows = dict(tables.headline(run).rows)
+    assert rows["MoE-layer time, wall"] == "3 s"
+    assert rows["bytes on the wire"] == "3 MiB"
+    assert rows["pairs kept in backward"] == "70.0%"
+    assert rows["last loss on held-out text"] == "2.5"
+    assert not any("_" in title or title in run.summary for title in rows if title != "steps")
+    raw = dict(tables.train_summary(run).rows)
+    assert raw["wire_bytes"] == str(3 * 2**20), "the page still holds the figures under their own names"
+
+
+def test_the_whole_loss_curve_is_in_view_and_peaks_are_steps(tmp_path: Path) -> None:
+    plots = {plot.name: plot for plot in html.plots(load_run(train_run(tmp_path / "mine")))}
+    for name in ("loss-time", "loss-steps"):
+        assert "range" not in plots[name].layout["yaxis"], "a range would cut off the first steps"
+        raw = plots[name].traces[0]
+        assert raw["y"][0] == pytest.approx(4.9)
+        assert raw["opacity"] * raw["line"]["width"] > 0.6, (
+            "every step stays visible beside the smoothed line"
+        )
+    assert {trace["line"]["shape"] for trace in plots["peaks"].traces} == {"hv"}
+    assert "range" in html.plots(load_run(compare_run(tmp_path / "two")))[0].layout["yaxis"]
+
+
+def test_losses_on_held_out_text_are_drawn_where_they_were_measured(tmp_path: Path) -> None:
+    plots = {plot.name: plot for plot in html.plots(load_run(train_run(tmp_path / "mine", every=8)))}
+    drawn = [trace for trace in plots["loss-steps"].traces if "held-out" in trace["name"]]
+    assert [(trace["x"], trace["y"]) for trace in drawn] == [([8, 16, 24], pytest.approx([4.7, 3.9, 3.1]))]
+    assert "held-out" in plots["loss-steps"].caption
+    assert [row[4] for row in plots["loss-steps"].table.rows if row[1] == "16"] == ["3.9"]
+    plain = {plot.name: plot for plot in html.plots(load_run(train_run(tmp_path / "plain")))}
+    assert "held-out" not in plain["loss-steps"].caption
+
+
 def test_two_runs_have_separate_plots(compared: Run, tmp_path: Path) -> None:
     elements = Elements(html.render([compared, load_run(train_run(tmp_path / "mine"))]))
     ids = [a["id"] for _, a in elements.found if a.get("id")]

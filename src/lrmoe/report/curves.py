@@ -19,7 +19,7 @@ def loss_against_time(run: Run) -> Plot | None:
         (lambda s: s.critical_s) if critical else (lambda s: s.wall_s)
     )
     kind = "critical path" if critical else "wall"
-    caption = f"Lines: smoothed loss; faint: every step (the first ones lie above). Time in MoE layers only, {kind}."
+    caption = f"{_loss_caption(run)} Time in MoE layers only, {kind}."
     return _loss_plot(
         run, "loss-time", "Loss against MoE-layer time", f"MoE-layer time, {kind} (s)", times, caption
     )
@@ -27,7 +27,7 @@ def loss_against_time(run: Run) -> Plot | None:
 
 def loss_against_steps(run: Run) -> Plot | None:
     """Training loss against optimizer steps."""
-    caption = "The same losses, step by step: what pruning costs in progress per step, if anything."
+    caption = f"{_loss_caption(run)} Progress per step: what pruning costs in it, if anything."
     return _loss_plot(run, "loss-steps", "Loss against steps", "optimizer step", lambda s: s.step, caption)
 
 
@@ -46,7 +46,10 @@ def _loss_plot(
         layout["annotations"] = [note(run.target_loss, f"target {number(run.target_loss)}")]
     rows = [row for system in run.systems for row in _loss_rows(system, xs(system.series))]
     table = Table(
-        title=title, columns=("system", axis, "loss", "smoothed loss"), rows=rows, note=_thinned(run)
+        title=title,
+        columns=("system", axis, "loss", "smoothed loss", "held-out loss"),
+        rows=rows,
+        note=_thinned(run),
     )
     return Plot(
         name=name,
@@ -60,7 +63,9 @@ def _loss_plot(
 
 
 def _loss_range(run: Run) -> dict[str, Any]:
-    """Cut off the first steps' steep fall, which would flatten all that follows; drag or double-click to see it."""
+    """A comparison cuts off the first steps' steep fall, which would flatten what follows; a double click shows it."""
+    if run.kind != "compare":
+        return {}
     curves = [[v for v in system.series.smoothed if v is not None] for system in run.systems]
     curves = [curve for curve in curves if curve]
     if not curves:
@@ -81,8 +86,8 @@ def _loss_traces(run: Run, system: SystemRun, x: Sequence[float]) -> list[dict[s
             **common,
             "y": list(system.series.loss),
             "mode": "lines",
-            "line": {**stroke, "width": 1},
-            "opacity": 0.45,
+            "line": {**stroke, "width": 1.25},
+            "opacity": 0.55,
         }
         | {"showlegend": False, "hoverinfo": "skip"},
         {**common, "y": list(system.series.smoothed), "mode": "lines", "line": stroke},
@@ -90,15 +95,37 @@ def _loss_traces(run: Run, system: SystemRun, x: Sequence[float]) -> list[dict[s
     if system.figures.get("reached") and x:
         end = {"x": [x[-1]], "y": [system.series.smoothed[-1]], "mode": "markers", "showlegend": False}
         traces.append({**common, **end, "marker": {"color": colour(run, system), "size": 9}})
-    return traces
+    return traces + _eval_traces(system, common)
+
+
+def _eval_traces(system: SystemRun, common: dict[str, Any]) -> list[dict[str, Any]]:
+    """Losses on held-out text, where there are any, as marked points."""
+    losses = system.series.eval_loss
+    points = [(x, y) for x, y in zip(common["x"], losses, strict=bool(losses)) if y is not None]
+    if not points:
+        return []
+    name = f"{common['name']}, held-out text"
+    style = {"mode": "lines+markers", "line": {"color": "var(--series-2)", "width": 1.5, "dash": "dot"}}
+    xs, ys = ([point[i] for point in points] for i in (0, 1))
+    return [{**common, **style, "name": name, "x": xs, "y": ys, "marker": {"size": 7, "symbol": "diamond"}}]
+
+
+def _loss_caption(run: Run) -> str:
+    text = "Lines: smoothed loss; faint: every step"
+    if run.kind == "compare":
+        text += " (the first ones lie above; a double click shows them)"
+    evaluated = any(v is not None for system in run.systems for v in system.series.eval_loss)
+    return text + ("; diamonds: loss on held-out text." if evaluated else ".")
 
 
 def _loss_rows(system: SystemRun, x: Sequence[float]) -> list[tuple[str, ...]]:
     series = system.series
     every = max(1, -(-len(series.step) // _TABLE_ROWS))
-    picked = [i for i in range(len(x)) if i % every == 0 or i == len(x) - 1]
+    evaluated = {i for i, loss in enumerate(series.eval_loss) if loss is not None}
+    picked = [i for i in range(len(x)) if i % every == 0 or i == len(x) - 1 or i in evaluated]
+    evals = series.eval_loss or (None,) * len(x)
     return [
-        (system.name, number(x[i], 4), number(series.loss[i], 4), number(series.smoothed[i], 4))
+        (system.name, *(number(v, 4) for v in (x[i], series.loss[i], series.smoothed[i], evals[i])))
         for i in picked
     ]
 
@@ -106,7 +133,7 @@ def _loss_rows(system: SystemRun, x: Sequence[float]) -> list[tuple[str, ...]]:
 def _thinned(run: Run) -> str:
     longest = max((len(system.series.step) for system in run.systems), default=0)
     every = -(-longest // _TABLE_ROWS)
-    return f"Every {every} steps and the last." if every > 1 else ""
+    return f"Every {every} steps, the last, and those with an evaluation." if every > 1 else ""
 
 
 def _loss_label(run: Run, title: str) -> str:
@@ -124,7 +151,8 @@ def peaks(run: Run) -> Plot | None:
     sides = (("forward", "var(--forward)", "forward_peak"), ("backward", "var(--backward)", "backward_peak"))
     traces = [
         {"type": "scatter", "mode": "lines", "name": name, "x": list(system.series.step)}
-        | {"y": list(getattr(system.series, part)), "line": {"color": fill, "width": 2.5}}
+        | {"y": list(getattr(system.series, part))}
+        | {"line": {"color": fill, "width": 2.5, "shape": "hv"}}
         for system in systems
         for name, fill, part in sides
     ]

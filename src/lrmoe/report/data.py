@@ -18,6 +18,7 @@ class Series:
         step: optimizer steps, from 1.
         loss: global mean training loss.
         smoothed: smoothed loss, None while the window fills.
+        eval_loss: loss on held-out text, None at steps without an evaluation.
         critical_s: MoE-layer time so far, critical path, in seconds; empty where no link speed is stated.
         wall_s: MoE-layer time so far, wall, in seconds.
         kept_share: share of pairs that backward kept.
@@ -28,6 +29,7 @@ class Series:
     step: tuple[int, ...] = ()
     loss: tuple[float | None, ...] = ()
     smoothed: tuple[float | None, ...] = ()
+    eval_loss: tuple[float | None, ...] = ()
     critical_s: tuple[float, ...] = ()
     wall_s: tuple[float, ...] = ()
     kept_share: tuple[float | None, ...] = ()

@@ -123,6 +123,8 @@ def _simulated(run: Run, anchor: str) -> Section:
 
 def _trained(run: Run, anchor: str) -> Section:
     details = [tables.system_settings(run), tables.settings(run), tables.environment(run)]
+    if run.kind == "train":
+        details.insert(0, tables.train_summary(run))
     fairness = tables.fairness(run)
     return Section(
         anchor=anchor,

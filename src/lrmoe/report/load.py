@@ -153,6 +153,7 @@ def _train_system(summary: Mapping[str, Any], lines: Sequence[_Line], config: Ma
         step=tuple(int(line["step"]) for line in lines),
         loss=tuple(line.get("loss") for line in lines),
         smoothed=_running_mean([line.get("loss") for line in lines]),
+        eval_loss=tuple(line.get("eval_loss") for line in lines),
         wall_s=tuple(accumulate(float(line["moe_ms_wall"]) / 1e3 for line in lines)),
         kept_share=tuple(line.get("lrmoe/kept_share") for line in lines),
         forward_peak=tuple(
@@ -164,11 +165,21 @@ def _train_system(summary: Mapping[str, Any], lines: Sequence[_Line], config: Ma
     )
     return SystemRun(
         name=str(summary.get("name", "training")),
-        figures=summary,
+        figures={**summary, **_series_figures(series)},
         series=series,
         phase_ms=_train_phases(lines),
         config=config.get("lrmoe", {}),
     )
+
+
+def _series_figures(series: Series) -> dict[str, float]:
+    """Figures of a training run that only its lines have."""
+    evaluated = [loss for loss in series.eval_loss if loss is not None]
+    figures = {"eval_loss": evaluated[-1]} if evaluated else {}
+    for name, peaks in (("forward_peak", series.forward_peak), ("backward_peak", series.backward_peak)):
+        if peaks:
+            figures[name] = sum(peaks) / len(peaks)
+    return figures
 
 
 def _running_mean(losses: Sequence[float | None]) -> tuple[float | None, ...]:

@@ -95,6 +95,10 @@ def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def _loss(value: float | None) -> str:
     return number(value, 4)
 
@@ -110,6 +114,25 @@ _HEADLINE: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("layer buffers, peak of a rank", "buffer_peak_bytes", size),
     ("pairs kept in backward", "kept_share", percent),
     ("loss of the last step", "final_loss", _loss),
+)
+_TRAIN: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
+    ("steps", "steps", _count),
+    ("steps skipped, gradient not finite", "steps_skipped", _count),
+    ("ranks", "world_size", _count),
+    ("loss of the last step", "final_loss", _loss),
+    ("last loss on held-out text", "eval_loss", _loss),
+    ("time of all steps, wall", "train_time_s", seconds),
+    ("MoE-layer time, wall", "moe_time_wall_s", seconds),
+    ("tokens per second", "tokens_per_s", _count),
+    ("pairs kept in backward", "kept_share", percent),
+    ("peak / mean load, forward", "forward_peak", _ratio),
+    ("peak / mean load, backward", "backward_peak", _ratio),
+    ("bytes on the wire", "wire_bytes", size),
+    ("layer buffers, peak of a rank", "buffer_peak_bytes", size),
+)
+_TRAIN_NOTE = (
+    "Peak / mean load: rows of the most loaded rank over the mean load with nothing dropped, worst layer, mean over "
+    "steps. Of a resumed run, times, bytes and the kept share are those since it was resumed."
 )
 _HEADLINE_NOTE = "Rows of the fullest rank: mean over layer calls, exact warm-up steps included."
 _COMPARED = frozenset(name for _, name, _ in _HEADLINE) - {"kept_share", "final_loss"}
@@ -155,9 +178,15 @@ def _cell(run: Run, system: SystemRun, name: str, write: Callable[[float | None]
 def _train_headline(run: Run) -> Table:
     system = run.systems[0]
     rows = [
-        (name.replace("_", " "), _plain(value)) for name, value in system.figures.items() if _is_plain(value)
+        (title, write(value)) for title, name, write in _TRAIN if (value := system.number(name)) is not None
     ]
-    return Table(title="Figures", columns=("figure", "value"), rows=rows)
+    return Table(title="Figures of the run", columns=("", system.name), rows=rows, note=_TRAIN_NOTE)
+
+
+def train_summary(run: Run) -> Table:
+    """summary.json of a training run as it is, under its own names."""
+    rows = [(name, _plain(value)) for name, value in run.summary.items() if _is_plain(value)]
+    return Table(title="summary.json", columns=("figure", "value"), rows=rows, text=True)
 
 
 def fairness(run: Run) -> Table:
