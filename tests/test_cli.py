@@ -11,7 +11,14 @@ import pytest
 
 import lrmoe
 from lrmoe import cli
-from lrmoe.errors import CheckpointError, ConfigError, InfeasibleError, MissingExtraError, UnsupportedError
+from lrmoe.errors import (
+    CheckpointError,
+    ConfigError,
+    InfeasibleError,
+    MissingExtraError,
+    UnsupportedError,
+    require_extra,
+)
 from tests.training.tiny import SHAPE, tiny_config
 
 COMMANDS = ("train", "compare", "simulate", "report", "plan")
@@ -121,6 +128,11 @@ def test_errors_are_one_line_and_a_code(
     shown = run("train", "--debug")
     assert shown.code == code
     assert "Traceback" in shown.err
+
+
+def test_a_missing_extra_is_named_as_a_checkout_installs_it() -> None:
+    with pytest.raises(MissingExtraError, match=r'pip install -e "\.\[report\]"'):
+        require_extra("no_such_module", "report")
 
 
 def test_train_leaves_its_folder_and_prints_json_only(run: Run, tmp_path: Path) -> None:

@@ -160,7 +160,10 @@ class LRMoEConfig:
     )
     warmup_steps: int = field(default=20, metadata=_doc("Exact optimizer steps at the start."))
     cooldown_steps: int = field(
-        default=0, metadata=_doc("Exact optimizer steps at the end (needs `total_steps`).")
+        default=0,
+        metadata=_doc(
+            "Exact optimizer steps at the end (needs `total_steps`, which `lrmoe train` takes from `train.steps`)."
+        ),
     )
     total_steps: int | None = field(
         default=None, metadata=_doc("Optimizer steps of the whole run, for `cooldown_steps`.")
@@ -234,6 +237,7 @@ class LRMoEConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"{name}={value!r}: must be a finite number")
+            object.__setattr__(self, name, float(value))  # 0 and 0.0 are one configuration on every rank
         if not 0 <= self.max_drop < 1:
             raise ConfigError(f"max_drop={self.max_drop!r}: must lie in [0, 1): the share of pairs left out")
         if self.peak_target <= 0:

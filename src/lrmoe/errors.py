@@ -56,5 +56,6 @@ def require_extra(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"{module} is needed for this and is not installed: pip install 'lrmoe[{extra}]' (missing: {error.name})"
+            f'{module} is needed for this and is not installed: pip install -e ".[{extra}]" in the checkout '
+            f"(missing: {error.name})"
         ) from error

@@ -73,8 +73,10 @@ def test_bad_combinations_are_named(tables: dict[str, object], said: str) -> Non
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no-such"):
-        TrainConfig.load(tmp_path / "no-such.toml")
+    missing = tmp_path / "no-such.toml"
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.load(missing)
+    assert str(caught.value) == f"--config {missing}: cannot be read: No such file or directory"
     bad = tmp_path / "bad.toml"
     bad.write_text("[train\n")
     with pytest.raises(ConfigError, match=r"bad.toml.*not valid TOML"):
@@ -84,3 +86,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_overriding_into_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"steps is not a table"):
         TrainConfig.load(None, ["train.steps=1", "train.steps.more=2"])
+
+
+def test_a_cooldown_ends_with_the_run_whatever_its_length(tmp_path: Path) -> None:
+    config = TrainConfig.load(None, ["lrmoe.cooldown_steps=3", "train.steps=50"])
+    assert config.lrmoe.total_steps == 50
+    config.write(tmp_path / "config.toml")
+    assert TrainConfig.load(tmp_path / "config.toml") == config
+    assert TrainConfig.load(tmp_path / "config.toml", ["train.steps=80"]).lrmoe.total_steps == 80
+    assert TrainConfig.load(None, ["lrmoe.cooldown_steps=3", "lrmoe.total_steps=9"]).lrmoe.total_steps == 9
+    with pytest.raises(ConfigError, match=r"cooldown_steps=60: must be at most total_steps=50"):
+        TrainConfig.load(None, ["lrmoe.cooldown_steps=60", "train.steps=50"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -64,8 +65,11 @@ def test_bytes_and_separators(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a" * 60)
     (tmp_path / "image.bin").write_bytes(b"\0" * 60)
     (tmp_path / ".hidden").write_bytes(b"h" * 60)
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "tests").mkdir()  # left out of the standard library, not of a user's text
+    (tmp_path / "tests" / "c").write_bytes(b"c" * 60)
     corpus = Corpus.load(DataConfig(path=str(tmp_path), seq_len=8, held_out=0.0))
-    assert corpus.tokens.tolist() == [97] * 60 + [256] + [255] + [98] * 60 + [256]
+    assert corpus.tokens.tolist() == [97] * 60 + [256] + [255] + [98] * 60 + [256] + [99] * 60 + [256]
     assert corpus.vocab_size == 258
 
 
@@ -104,15 +108,54 @@ def test_unreadable_corpora_name_their_path(tmp_path: Path) -> None:
     empty.write_text("")
     with pytest.raises(ConfigError, match=r"empty.txt.*tokens"):
         Corpus.load(DataConfig(path=str(empty)))
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ConfigError, match=r"folder"):
-        Corpus.load(DataConfig(path=str(tmp_path / "folder")))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "image.bin").write_bytes(b"\0" * 60)
+    (folder / "empty.txt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"no text files under {folder}"):
+        Corpus.load(DataConfig(path=str(folder)))
     short = tmp_path / "short.txt"
     short.write_text("x" * 100)
     with pytest.raises(ConfigError, match=r"short.txt.*seq_len=256"):
         Corpus.load(DataConfig(path=str(short)))
     with pytest.raises(ConfigError, match=r"short.txt.*not a tokenizer"):
         Corpus.load(DataConfig(path=str(short), tokenizer=str(short)))
+
+
+@pytest.mark.parametrize(("held_out", "least"), [(0.0, 10), (0.01, 19), (0.75, 37)])
+def test_a_short_corpus_is_told_how_much_is_enough(tmp_path: Path, held_out: float, least: int) -> None:
+    path = tmp_path / "short.txt"
+    data = DataConfig(path=str(path), seq_len=8, held_out=held_out)
+    path.write_text("x" * (least - 2))  # a separator follows
+    with pytest.raises(ConfigError, match=f": {least - 1} tokens; .*needs at least {least}$"):
+        Corpus.load(data)
+    path.write_text("x" * (least - 1))
+    corpus = Corpus.load(data)
+    assert len(corpus.tokens) == least
+    assert corpus.train_batch(
+        seed=0, step=0, micro_batch=0, rank=0, world_size=1, size=2, seq_len=8
+    ).shape == (2, 9)
+
+
+def test_the_log_says_how_much_was_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("x" * 99)
+    with caplog.at_level(logging.INFO):
+        Corpus.load(DataConfig(path=str(tmp_path), seq_len=8, held_out=0.1))
+    assert caplog.messages == [f"text: {tmp_path}, 2 files, 200 tokens, 20 of them held out"]
+
+
+def test_a_reason_does_not_repeat_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("x" * 99)
+
+    def refuse(_: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError) as caught:
+        Corpus.load(DataConfig(path=str(path)))
+    assert str(caught.value) == f"data.path={str(path)!r}: cannot be read: Permission denied"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
 from lrmoe.training.process import Process
 from lrmoe.training.run import train
-from lrmoe.training.traces import TraceLog
 from tests.distributed.pool import Pool
 from tests.training.tiny import CPU, tiny_config
 
@@ -51,11 +51,20 @@ def test_no_trace_where_none_is_wanted(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "trace.parquet").exists()
 
 
-def test_without_pyarrow_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [None, True])
+def test_without_pyarrow_a_run_goes_on_and_speaks_only_when_asked(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: bool | None,
+) -> None:
     monkeypatch.setattr(traces, "can_write", lambda: False)
-    with TraceLog(tmp_path) as log:
-        log.add([])
-    assert list(tmp_path.iterdir()) == []
+    loop = {"steps": 1} if asked is None else {"steps": 1, "trace": asked}
+    with caplog.at_level(logging.INFO):
+        train(tiny_config(tmp_path, train=loop), ALONE, show_progress=False)
+    assert not (tmp_path / "run" / "trace.parquet").exists()
+    assert ('pip install -e ".[traces]"' in caplog.text) == (asked is True)
+    assert ("pyarrow is not" in caplog.text) == (asked is True)
 
 
 @pytest.mark.distributed

@@ -28,7 +28,7 @@ from lrmoe.telemetry.figures import environment
 from lrmoe.training.data import Corpus
 from lrmoe.training.launch import run_workers
 from lrmoe.training.loop import Trainer
-from lrmoe.training.traces import TraceLog, about_model
+from lrmoe.training.traces import TraceLog, about_model, wanted
 
 _STATED = "Link speed: as stated in the configuration."
 _NO_LINK = f"No link speed, so no critical path: it needs {BASELINE}, or compare.link_bytes_per_s."
@@ -121,7 +121,7 @@ def _outputs(experiment: Experiment, lanes: Sequence[Lane], stack: ExitStack) ->
 
 
 def _trace(experiment: Experiment, racer: _Racer) -> AbstractContextManager[TraceLog | None]:
-    if not experiment.train.train.trace:
+    if not wanted(experiment.train.train.trace):
         return nullcontext()
     return TraceLog(experiment.folder, about=about_model(racer.model_config))
 

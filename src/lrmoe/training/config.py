@@ -96,7 +96,8 @@ class DataConfig(_Table):
     TABLE = "data"
     path: str | None = _option(
         None,
-        "Text file or directory; unset: the source text of the running Python's standard library.",
+        "Text file, or directory: every file below it that is neither binary (a NUL among its first bytes) nor hidden, "
+        "whatever its name, is text. Unset: the source text of the running Python's standard library.",
         kind=str,
     )
     tokenizer: str | None = _option(
@@ -162,8 +163,10 @@ class LoopConfig(_Table):
     eval_every: int = _option(0, "Steps between evaluations on held-out text; 0 is never.", kind=int, least=0)
     eval_batches: int = _option(4, "Batches per rank in one evaluation.", kind=int, least=1)
     log_every: int = _option(10, "Steps between log lines where there is no terminal.", kind=int, least=1)
-    trace: bool = _option(
-        True, "Write trace.parquet, the counts of every layer call, where pyarrow is installed.", kind=bool
+    trace: bool | None = _option(
+        None,
+        "Write trace.parquet, the counts of every layer call; unset: where pyarrow is installed.",
+        kind=bool,
     )
 
     def __post_init__(self) -> None:
@@ -202,7 +205,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Build from nested tables.
+        """Build from nested tables; with `lrmoe.cooldown_steps`, `lrmoe.total_steps` is `train.steps` unless given.
 
         Raises:
             ConfigError: an unknown table or key (names the nearest valid one), or a bad value.
@@ -211,6 +214,8 @@ class TrainConfig:
         tables: dict[str, Any] = {}
         for name, kind in TABLES.items():
             given = dict(values.get(name, {}))
+            if kind is LRMoEConfig and given.get("cooldown_steps"):
+                given.setdefault("total_steps", tables["train"].steps)
             try:
                 tables[name] = kind(**given)
             except ConfigError as error:
@@ -233,6 +238,8 @@ class TrainConfig:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested plain tables; fields that are None are left out, as TOML has no null."""
         tables = {name: dataclasses.asdict(getattr(self, name)) for name in TABLES}
+        if self.lrmoe.cooldown_steps and self.lrmoe.total_steps == self.train.steps:
+            del tables["lrmoe"]["total_steps"]  # follows train.steps when that changes
         return {n: {k: v for k, v in t.items() if v is not None} for n, t in tables.items()}
 
     def replace(self, **tables: Mapping[str, Any]) -> TrainConfig:
@@ -275,10 +282,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config={str(path)!r}: cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: not UTF-8 text: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config={str(path)!r}: not valid TOML: {error}") from error
+        raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

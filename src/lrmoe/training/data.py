@@ -6,9 +6,11 @@ Shapes: B sequences of a batch, S tokens of a sequence.
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ import torch
 from lrmoe.errors import ConfigError, require_extra
 from lrmoe.training.config import DataConfig
 from lrmoe.training.presets import BYTE_VOCABULARY, SEPARATOR_ID
+
+log = logging.getLogger(__name__)
 
 # Left out of the default corpus: not part of the library proper, and missing from some distributions.
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -43,7 +47,7 @@ class Corpus:
 
     @classmethod
     def load(cls, config: DataConfig) -> Corpus:
-        """Read and tokenize.
+        """Read and tokenize; says in the log how much there is.
 
         Raises:
             ConfigError: path or tokenizer cannot be read, or there is too little text; names the path.
@@ -51,15 +55,16 @@ class Corpus:
         name = "the standard library's source" if config.path is None else config.path
         texts = list(_standard_library() if config.path is None else _files(Path(config.path)))
         tokens, vocab_size = _bytes(texts) if config.tokenizer is None else _tokenize(texts, config.tokenizer)
-        held_out = int(len(tokens) * config.held_out)
-        if config.held_out:
-            held_out = max(held_out, config.seq_len + 1)
-        least = config.seq_len + 2
-        if len(tokens) - held_out < least:
+        least = _least_tokens(config)
+        if len(tokens) < least:
             raise ConfigError(
-                f"data.path={name!r}: {len(tokens)} tokens, {held_out} of them held out; training on sequences of "
-                f"data.seq_len={config.seq_len} needs at least {least}"
+                f"data.path={name!r}: {len(tokens)} tokens; training on sequences of data.seq_len={config.seq_len} "
+                f"with data.held_out={config.held_out} needs at least {least}"
             )
+        held_out = max(int(len(tokens) * config.held_out), config.seq_len + 1) if config.held_out else 0
+        log.info(
+            "text: %s, %d files, %d tokens, %d of them held out", name, len(texts), len(tokens), held_out
+        )
         return cls(tokens=tokens, vocab_size=vocab_size, held_out=held_out, name=name)
 
     @property
@@ -104,9 +109,17 @@ def _random(seed: int, step: int, numbers: np.ndarray[Any, Any]) -> np.ndarray[A
     return state
 
 
+def _least_tokens(config: DataConfig) -> int:
+    """Fewest tokens that leave a training crop with a choice of two places, and a held-out sequence where asked."""
+    train, held = config.seq_len + 2, config.seq_len + 1
+    if not config.held_out:
+        return train
+    return max(train + held, math.floor((train - 1) / (1 - config.held_out)) + 1)
+
+
 def _standard_library() -> Iterator[bytes]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(_walk(root), key=lambda path: path.relative_to(root).as_posix()):
+    for path in sorted(_walk(root, _SKIPPED_FOLDERS), key=lambda path: path.relative_to(root).as_posix()):
         if path.suffix == ".py":
             yield _read(path)
 
@@ -118,15 +131,22 @@ def _files(path: Path) -> Iterator[bytes]:
     if not path.is_dir():
         yield _read(path)
         return
+    found = 0
     for file in sorted(_walk(path), key=lambda file: file.relative_to(path).as_posix()):
         content = _read(file)
-        if b"\0" not in content[:8192]:  # not text
+        if content and b"\0" not in content[:8192]:  # else not text
+            found += 1
             yield content
+    if not found:
+        raise ConfigError(
+            f"data.path={str(path)!r}: no text files under {path}: every file there is empty, binary or hidden"
+        )
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
+    """Files below a directory, hidden ones and those in hidden or `skipped` folders left out."""
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         yield from (Path(folder) / name for name in files if not name.startswith("."))
 
 
@@ -134,7 +154,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"data.path={str(path)!r}: cannot be read: {error}") from error
+        raise ConfigError(f"data.path={str(path)!r}: cannot be read: {error.strerror}") from error
 
 
 def _bytes(texts: list[bytes]) -> tuple[np.ndarray[Any, Any], int]:

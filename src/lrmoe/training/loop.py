@@ -29,6 +29,7 @@ from lrmoe.training.optim import Optimizer, Parameters, Reduced
 from lrmoe.training.process import pick_device
 from lrmoe.training.records import gather_records
 from lrmoe.training.state import load_trainer, save_trainer
+from lrmoe.training.traces import wanted
 
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -63,7 +64,7 @@ class Trainer:
         self.corpus = corpus if corpus is not None else agreed(group, lambda: Corpus.load(config.data))
         self.model: Any = agreed(group, self._build) if model is None else model
         self.handle = self._enable()
-        self.handle.telemetry.keep_counts = config.train.trace and self.rank == 0
+        self.handle.telemetry.keep_counts = wanted(config.train.trace) and self.rank == 0
         self.parameters = Parameters(self.model, _DTYPES[config.train.dtype], group)
         self.optimizer = Optimizer(self.parameters, config.optim, config.train.steps)
         self.steps_done = 0

@@ -19,7 +19,7 @@ from lrmoe.training.loop import Trainer
 from lrmoe.training.metrics import MetricsWriter, Progress, StepMetrics
 from lrmoe.training.process import Process, joined
 from lrmoe.training.state import checkpoint_root
-from lrmoe.training.traces import TraceLog, about_model
+from lrmoe.training.traces import TraceLog, about_model, wanted
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def _claim(config: TrainConfig, resume: bool) -> None:
 
 
 def _trace(trainer: Trainer, resume_step: int | None) -> AbstractContextManager[TraceLog | None]:
-    if not trainer.config.train.trace:
+    if not wanted(trainer.config.train.trace):
         return nullcontext()
     about = about_model(trainer.model.config)
     return TraceLog(trainer.config.folder, about=about, resume_step=resume_step)

@@ -15,8 +15,13 @@ log = logging.getLogger(__name__)
 FILE = "trace.parquet"
 
 
+def wanted(setting: bool | None) -> bool:
+    """Whether `train.trace` asks for a trace: unset does where one can be written."""
+    return can_write() if setting is None else setting
+
+
 class TraceLog:
-    """Writes the records of steps to the trace of a run's folder; does nothing where pyarrow is not installed.
+    """Writes the records of steps to the trace of a run's folder; without pyarrow it says so and does nothing.
 
     Args:
         folder: the run's folder.
@@ -31,7 +36,7 @@ class TraceLog:
         if can_write():
             self._writer = TraceWriter(folder / FILE, about=about, keep_below=resume_step)
         else:
-            log.info("no %s: pyarrow is not installed (pip install 'lrmoe[traces]')", FILE)
+            log.warning('no %s: pyarrow is not installed (pip install -e ".[traces]")', FILE)
 
     def add(self, records: Sequence[CallRecord], system: str = "") -> None:
         """Add this rank's records of a step; those without counts are left out."""
