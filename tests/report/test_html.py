@@ -235,6 +235,23 @@ def test_a_browser_draws_every_plot_without_errors(folder: Path, tmp_path: Path)
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.slow
+def test_every_column_of_the_headline_fits_a_phone(folder: Path, tmp_path: Path) -> None:
+    page = html.render([load_run(folder)])
+    measure = "<script>const s = document.querySelector('.scroll');"
+    measure += "document.title = `${s.clientWidth} ${s.scrollWidth}`</script>"
+    narrow = "<style>html { width: 420px }</style>"  # a headless window itself is at least 500 wide
+    path = tmp_path / "phone.html"
+    path.write_text(page.replace("</head>", narrow + "</head>").replace("</body>", measure + "</body>"))
+    dom, _ = _browse(path, "--dump-dom", "--window-size=500,900")
+    found = re.search(r"<title>(\d+) (\d+)</title>", dom)
+    assert found
+    shown, needed = int(found[1]), int(found[2])
+    assert 300 < shown < 420
+    assert needed <= shown, "the last column would need sideways scrolling"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.slow
 def test_a_browser_shows_it_on_a_narrow_screen(folder: Path, tmp_path: Path) -> None:
     path = html.write([load_run(folder)], tmp_path / "page.html")
     _, console = _browse(path, "--window-size=500,2600", f"--screenshot={tmp_path / 'page.png'}")

@@ -15,14 +15,15 @@
     gridcolor: "var(--rule)", linecolor: "var(--rule)", zerolinecolor: "var(--rule)", dividercolor: "var(--rule)", automargin: true,
     ...given, title: { text: given.title || "", standoff: 8 },
   });
-  const layout = (given) => {
+  const entries = (data) => data.filter((trace) => trace.name && trace.showlegend !== false).length;
+  const layout = (given, data) => {
     const axes = { xaxis: {}, yaxis: {} };
     for (const key of Object.keys(given)) if (/^[xy]axis\d*$/.test(key)) axes[key] = given[key];
     for (const key of Object.keys(axes)) axes[key] = axis(axes[key]);
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 13, color: "var(--ink)" },
-      margin: { l: 8, r: 12, t: window.innerWidth < 640 ? 84 : 44, b: 8 },
+      margin: { l: 8, r: 12, t: window.innerWidth < 640 && entries(data) > 2 ? 84 : 44, b: 8 },
       legend: { orientation: "h", x: 0, y: 1, xanchor: "left", yanchor: "top", yref: "container", traceorder: "normal" },
       hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--rule)", font: { color: "var(--ink)" } },
       ...given, ...axes,
@@ -31,7 +32,7 @@
   const draw = () => {
     const style = getComputedStyle(document.documentElement);
     for (const [id, plot] of Object.entries(described)) {
-      Plotly.react(id, resolve(plot.data, style), resolve(layout(plot.layout), style),
+      Plotly.react(id, resolve(plot.data, style), resolve(layout(plot.layout, plot.data), style),
         { responsive: true, displaylogo: false, displayModeBar: false });
     }
   };
