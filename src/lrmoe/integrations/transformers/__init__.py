@@ -2,12 +2,13 @@
 
     from lrmoe.integrations import transformers as lrmoe_hf
 
-    lrmoe_hf.register()
     model = AutoModelForCausalLM.from_pretrained(name)
+    model.train()  # from_pretrained returns it in evaluation mode, in which nothing is left out
     handle = lrmoe_hf.enable(model, lrmoe.LRMoEConfig(max_drop=0.3))
     handle.attach(optimizer)
 
-Importing this module changes nothing. It needs the extra `transformers`.
+For expert parallelism call `lrmoe_hf.register()` before `from_pretrained(distributed_config=...)`. Importing this
+module changes nothing. It needs the extra `transformers`.
 """
 
 from __future__ import annotations

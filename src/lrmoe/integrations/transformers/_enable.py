@@ -30,8 +30,9 @@ from lrmoe.layer import MoELayer, StepClock
 def register() -> None:
     """Make "lrmoe" known to Transformers, as experts implementation and as expert-parallel implementation.
 
-    Call it before `from_pretrained`; calling it again does nothing. It changes no model: what runs under the name is
-    exact until `enable`.
+    Needed only before `from_pretrained(distributed_config=DistributedConfig(..., ep_implementation="lrmoe"))`:
+    `enable` calls it itself, and calling it again does nothing. It changes no model: what runs under the name is exact
+    until `enable`.
     """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     EPImplementationInterface.register(NAME, LRMoEEP)
@@ -57,9 +58,15 @@ def enable(
     Raises:
         UnsupportedError: an experts module has a flag, parameter or activation that lrmoe does not execute, or there
             is none. Nothing has been changed then.
-        ConfigError: the model is enabled already, or `group` is not the one its experts are spread over.
+        ConfigError: `config` is not an LRMoEConfig; the model is enabled already; or `group` is not the one its
+            experts are spread over.
     """
     config = LRMoEConfig() if config is None else config
+    if not isinstance(config, LRMoEConfig):
+        raise ConfigError(
+            f"config: got a {type(config).__name__}; valid is an LRMoEConfig: lrmoe.LRMoEConfig(max_drop=0.3), or "
+            "lrmoe.LRMoEConfig.from_dict({...}) where the fields are in a dict"
+        )
     modules = find_experts(model)
     bindings = {name: _checked(module, name, group) for name, module in modules.items()}
     clock, telemetry = StepClock(), SummedTelemetry()
@@ -129,22 +136,15 @@ def _announce(line: str) -> None:
 
 
 def describe(config: LRMoEConfig, layers: int, ranks: int) -> str:
-    """What the enabled layers will do, in one line."""
-    where = (
-        f"{layers} MoE layer{'s' if layers > 1 else ''}, experts over {ranks} rank{'s' if ranks > 1 else ''}"
-    )
+    """What backward of the enabled layers will keep, and from which optimizer step, in one line."""
+    where = f"{layers} MoE layer{'s' if layers > 1 else ''}" + (f" over {ranks} ranks" if ranks > 1 else "")
     if config.observe:
-        return (
-            f"{where}; observing: backward keeps every (token, expert) pair, exact; handle.summary() reports"
-        )
+        return f"{where}: observing; backward is exact, print(handle) tells what pruning would have saved"
     if config.max_drop == 0:
-        return f"{where}; backward keeps every (token, expert) pair: max_drop=0 is exact"
-    kept = f"{1 - config.max_drop:.0%}"
-    amount = f"at least {kept}" if config.drop == "overload" else kept
+        return f"{where}: backward keeps every (token, expert) pair; max_drop=0 is exact"
+    least = "at least " if config.drop == "overload" else ""
     span = f"from optimizer step {config.warmup_steps}"
     if config.cooldown_steps and config.total_steps is not None:
         span += f" to {config.total_steps - config.cooldown_steps}"
-    return (
-        f"{where}; backward keeps {amount} of the (token, expert) pairs {span} (estimator={config.estimator!r}, "
-        f"score={config.score!r}) and all of them otherwise; forward is complete; max_drop=0 is exact"
-    )
+    kept = f"{least}{100 * (1 - config.max_drop):.3g}%"
+    return f"{where}: backward keeps {kept} of the (token, expert) pairs {span}; max_drop=0 is exact"
