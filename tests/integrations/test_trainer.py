@@ -68,6 +68,19 @@ def test_callback_steps_the_clock_and_logs(tmp_path: Path):
     assert handle.summary()["calls"] == 4 * 2 * len(handle.layers)
 
 
+def test_the_callback_waits_for_the_end_of_a_long_step(tmp_path: Path):
+    model = make_model("qwen3", num_hidden_layers=1)
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=1))
+    options = {"max_steps": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 70}
+    Trainer(
+        model,
+        arguments(tmp_path, **options),
+        train_dataset=torch.utils.data.ConcatDataset([Tokens()] * 3),
+        callbacks=[lrmoe_hf.LRMoECallback(handle)],
+    ).train()  # warnings are errors
+    assert handle.summary()["drop_reasons"] == {"warmup": 70, "always": 70}
+
+
 def test_an_attached_optimizer_is_not_counted_twice(tmp_path: Path):
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0))

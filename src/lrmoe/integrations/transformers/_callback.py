@@ -14,9 +14,9 @@ from lrmoe.integrations.transformers._handle import Handle, find_handle
 class LRMoECallback(TrainerCallback, ExportableState):
     """Steps the clock after every optimizer step and adds `lrmoe/...` figures to the Trainer's logs.
 
-    Figures are the mean over layers and the worst layer since the last log, on the first rank. Clock and
-    controllers ride in `trainer_state.json`, so that a resumed run goes on where it was (under expert parallelism the
-    score history of other ranks' experts starts anew).
+    Figures are means over layers since the last log, and the worst layer's kept_share and backward_peak, on the first
+    rank. Clock and controllers ride in `trainer_state.json`, so that a resumed run goes on where it was (under expert
+    parallelism the score history of other ranks' experts starts anew).
 
     The Trainer calls reporters named in `report_to` before callbacks given to it, and they would not see the figures:
     to have them in TensorBoard, pass `report_to="none"` and `callbacks=[LRMoECallback(handle), TensorBoardCallback()]`.
@@ -44,6 +44,7 @@ class LRMoECallback(TrainerCallback, ExportableState):
             raise ConfigError(
                 "handle: LRMoECallback got none and the Trainer's model is not enabled; call enable first"
             )
+        self.handle.clock.expected = True
         if state.global_step == 0:
             return
         stored = state.stateful_callbacks.get(type(self).__name__)

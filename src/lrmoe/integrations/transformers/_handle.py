@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,12 @@ from torch.distributed import ProcessGroup
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import CheckpointError, ConfigError
+from lrmoe.integrations.transformers._report import report
 from lrmoe.integrations.transformers._summary import SummedTelemetry, figures
 from lrmoe.layer import MoELayer, StepClock
 
 _STATE_VERSION = 1
+_IDLE_STEPS = 2  # optimizer steps in a row without a training call: one may be a warm-up of the optimizer
 
 
 class Handle:
@@ -47,6 +50,9 @@ class Handle:
         self.group = group
         self._undo = undo
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._calls_before = 0
+        self._idle_steps = 0
+        self._warned_idle = False
 
     @property
     def enabled(self) -> bool:
@@ -64,8 +70,21 @@ class Handle:
         return self._optimizer is not None and self._optimizer() is not None
 
     def step(self) -> None:
-        """Say that one optimizer step was done. Call it once per step, not per micro-batch."""
+        """Say that one optimizer step was done. Call it once per step, not per micro-batch.
+
+        Warns once where steps pass in which no MoE layer trained.
+        """
         self.clock.advance()
+        idle, self._calls_before = self.telemetry.calls == self._calls_before, self.telemetry.calls
+        self._idle_steps = self._idle_steps + 1 if idle else 0
+        if self._idle_steps == _IDLE_STEPS and not self._warned_idle:
+            self._warned_idle = True
+            warnings.warn(
+                f"lrmoe: {_IDLE_STEPS} optimizer steps passed without a training call of an MoE layer, so nothing was "
+                "left out. Call model.train() (from_pretrained returns a model in evaluation mode), and train the "
+                "model that was enabled: a copy of it is not.",
+                stacklevel=2,
+            )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the clock after every `optimizer.step()`; neither keeps the other alive.
@@ -73,8 +92,14 @@ class Handle:
         Attaching the same optimizer again does nothing.
 
         Raises:
-            ConfigError: another optimizer is attached already, its steps would count twice; or the handle is disabled.
+            ConfigError: `optimizer` is not one; another is attached already, its steps would count twice; or the
+                handle is disabled.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer: got a {type(optimizer).__name__}; valid is a torch.optim.Optimizer, the one whose step() "
+                "trains the model; with any other kind call handle.step() after each step"
+            )
         if not self.enabled:
             raise ConfigError("handle: it is disabled; call enable again and attach the new handle")
         if self.attached:
@@ -94,6 +119,7 @@ class Handle:
         hook = optimizer.register_step_post_hook(stepped)
         self._optimizer = weakref.ref(optimizer)
         self._undo.append(hook.remove)
+        self.clock.expected = True
 
     def state_dict(self) -> dict[str, Any]:
         """Clock and controllers of this rank, as JSON-able values. Under expert parallelism every rank has its own."""
@@ -131,12 +157,21 @@ class Handle:
             `step`, `layers`, `calls`, `drop_reasons` (calls by reason); `kept_share` of all pairs; means over calls of
             `forward_peak` and `backward_peak` (most loaded rank over mean load), `dropped_energy`, `added_variance`
             (shares), `moe_layer_ms` (wall); sums `wire_bytes` and `nonfinite_scores`; `buffer_peak_bytes`. With
-            `observe=True` also `observed`: means of what pruning would have saved.
+            `observe=True` also `observed`: what pruning would have saved, by drop share ("0.1", ...): the mean
+            `backward_peak`, the sums `rows_saved` and `bytes_saved`, the share `added_variance`. docs/telemetry.md
+            has the units.
         """
         return {"step": self.clock.step, "layers": len(self.layers), **self.telemetry.totals().summary()}
 
+    def report(self) -> str:
+        """`summary()` as a few lines for a reader; `print(handle)` shows the same."""
+        return report(self.summary(), ranks=1 if self.group is None else self.group.size())
+
+    __str__ = report
+
     def figures(self) -> dict[str, float]:
-        """`lrmoe/...` figures for a logger, over the calls since they were last asked for: mean and worst layer.
+        """`lrmoe/...` figures for a logger over the calls since they were last asked for: means over layers, and the
+        worst layer's `kept_share` and `backward_peak`.
 
         Empty where there was no training call. Drains `telemetry`.
         """

@@ -9,14 +9,9 @@ from typing import Any
 from lrmoe.telemetry import CallRecord, Telemetry
 from lrmoe.telemetry.record import OpenCall
 
-# Quantity of a record -> which layer is the worst one.
-_WORST: dict[str, Callable[[Iterable[float]], float]] = {
-    "kept_share": min,
-    "forward_peak": max,
-    "backward_peak": max,
-    "dropped_energy": max,
-    "added_variance": max,
-}
+_MEANS = ("kept_share", "forward_peak", "backward_peak", "dropped_energy", "added_variance")
+# Quantity that is also logged for the worst layer -> which one that is.
+_WORST: dict[str, Callable[[Iterable[float]], float]] = {"kept_share": min, "backward_peak": max}
 
 
 class Totals:
@@ -44,8 +39,11 @@ class Totals:
             if record.drop_reason == "eval":
                 continue
             self._calls += 1
-            for name in (*_WORST, "pairs", "kept", "wire_bytes", "nonfinite_scores", "wall_total_ms"):
+            for name in (*_MEANS, "pairs", "kept", "wire_bytes", "nonfinite_scores", "wall_total_ms"):
                 self._sums[name] += getattr(record, name)
+            if record.observed:
+                self._observed["calls"] += 1
+                self._observed["energy"] += record.energy
             for name, value in record.observed.items():
                 self._observed[name] += value
             self._reasons[record.drop_reason] += 1
@@ -63,16 +61,40 @@ class Totals:
         found["buffer_peak_bytes"] = self._buffer_peak
         found["nonfinite_scores"] = int(self._sums["nonfinite_scores"])
         if self._observed:
-            found["observed"] = {name: value / calls for name, value in self._observed.items()}
+            found["observed"] = self._savings()
         return found
+
+    def _savings(self) -> dict[str, dict[str, float]]:
+        """What pruning would have saved, by drop share; records name each quantity `<quantity>_<share>`."""
+        sums = self._observed
+        shares = [name.removeprefix("backward_peak_") for name in sums if name.startswith("backward_peak_")]
+        return {
+            share: {
+                "backward_peak": sums[f"backward_peak_{share}"] / sums["calls"],
+                "rows_saved": int(sums[f"rows_saved_{share}"]),
+                "bytes_saved": int(sums[f"bytes_saved_{share}"]),
+                "added_variance": sums[f"variance_added_{share}"] / (sums["energy"] or 1.0),
+            }
+            for share in sorted(shares, key=float)
+        }
 
 
 class SummedTelemetry(Telemetry):
-    """Telemetry that keeps running totals, whoever drains it."""
+    """Telemetry that keeps running totals, whoever drains it.
+
+    Attributes:
+        calls: finished training calls so far.
+    """
 
     def __init__(self, limit: int = 4096) -> None:
         super().__init__(limit)
+        self.calls = 0
         self._totals = Totals()
+
+    def add(self, call: OpenCall) -> None:
+        """Count and add a finished call."""
+        self.calls += 1
+        super().add(call)
 
     def drain(self) -> list[CallRecord]:
         """Records of finished calls, which are then forgotten but for the totals."""
@@ -92,7 +114,7 @@ class SummedTelemetry(Telemetry):
 
 
 def figures(records: Iterable[CallRecord]) -> dict[str, float]:
-    """`lrmoe/<quantity>` (mean over layers) and `lrmoe/<quantity>_worst` (worst layer) of training calls."""
+    """`lrmoe/<quantity>`, means over the layers' training calls, and the worst layer's kept_share and backward_peak."""
     layers: dict[int, list[CallRecord]] = defaultdict(list)
     for record in records:
         if record.drop_reason != "eval":
@@ -100,10 +122,11 @@ def figures(records: Iterable[CallRecord]) -> dict[str, float]:
     if not layers:
         return {}
     found: dict[str, float] = {}
-    for name, worst in _WORST.items():
+    for name in _MEANS:
         means = [sum(getattr(r, name) for r in calls) / len(calls) for calls in layers.values()]
         found[f"lrmoe/{name}"] = sum(means) / len(means)
-        found[f"lrmoe/{name}_worst"] = worst(means)
+        if name in _WORST:
+            found[f"lrmoe/{name}_worst"] = _WORST[name](means)
     calls = [record for group in layers.values() for record in group]
     found["lrmoe/nonfinite_scores"] = float(sum(r.nonfinite_scores for r in calls))
     found["lrmoe/moe_layer_ms"] = sum(r.wall_total_ms for r in calls) / len(calls)

@@ -1,0 +1,61 @@
+"""A handle's summary as a few lines for a reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def report(summary: dict[str, Any], *, ranks: int) -> str:
+    """The lines `print(handle)` shows.
+
+    Args:
+        summary: of `Handle.summary`.
+        ranks: expert-parallel ranks; on one there is no busiest.
+    """
+    reasons = ", ".join(f"{calls} {reason}" for reason, calls in summary["drop_reasons"].items())
+    calls = f"{summary['calls']} training calls of {summary['layers']} MoE layers"
+    lines = [f"lrmoe after {summary['step']} optimizer steps: {calls}" + (f" ({reasons})" if reasons else "")]
+    if not summary["calls"]:
+        return f"{lines[0]}; is the model in training mode (model.train())?"
+    lines.append(
+        f"backward kept {summary['kept_share']:.1%} of the (token, expert) pairs{_peaks(summary, ranks)}"
+    )
+    lines.append(
+        f"left out {summary['dropped_energy']:.1%} of the scores' energy, added variance "
+        f"{summary['added_variance']:.1%} of it"
+    )
+    lines.append(
+        f"this rank: {summary['moe_layer_ms']:.2f} ms a call, {size(summary['wire_bytes'])} sent, at most "
+        f"{size(summary['buffer_peak_bytes'])} of token buffers"
+    )
+    if summary["nonfinite_scores"]:
+        lines.append(f"{summary['nonfinite_scores']} scores were not finite: look at the loss")
+    lines.extend(_observed(summary.get("observed", {}), ranks))
+    return "\n".join(lines)
+
+
+def _peaks(summary: dict[str, Any], ranks: int) -> str:
+    if ranks == 1:
+        return ""
+    return f"; busiest rank {summary['forward_peak']:.2f} -> {summary['backward_peak']:.2f} of the mean load"
+
+
+def _observed(savings: dict[str, dict[str, float]], ranks: int) -> list[str]:
+    """What pruning would have saved, a line per drop share."""
+    lines = ["had backward left pairs out (rows and bytes of this rank):"] if savings else []
+    for share, saved in savings.items():
+        peak = f"busiest rank {saved['backward_peak']:.2f} of the mean load, " if ranks > 1 else ""
+        lines.append(
+            f"  max_drop={share}: {peak}{saved['rows_saved']:.0f} rows and {size(saved['bytes_saved'])} less, added "
+            f"variance {saved['added_variance']:.1%}"
+        )
+    return lines
+
+
+def size(count: float) -> str:
+    """Bytes in the largest decimal unit that leaves at least 1."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
