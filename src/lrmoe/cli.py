@@ -127,7 +127,8 @@ def _train(settings: dict[str, Any], resume: bool, ep: int | None) -> Mapping[st
 
 def _describe(summary: Mapping[str, Any]) -> str:
     loss = "" if summary["final_loss"] is None else f", loss {summary['final_loss']:.4f}"
-    return f"{summary['folder']}: {summary['steps']} steps{loss}, {summary['train_time_s']:.0f} s"
+    held_out = "" if summary["eval_loss"] is None else f", eval loss {summary['eval_loss']:.4f}"
+    return f"{summary['folder']}: {summary['steps']} steps{loss}{held_out}, {summary['train_time_s']:.0f} s"
 
 
 @app.command(epilog="Example: lrmoe compare --preset demo --name demo")

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from lrmoe.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2  # 2: state.json of a trainer holds totals
 MANIFEST = "manifest.json"
 STATE = "state.json"
 

@@ -29,6 +29,7 @@ from lrmoe.training.optim import Optimizer, Parameters, Reduced
 from lrmoe.training.process import pick_device
 from lrmoe.training.records import gather_records
 from lrmoe.training.state import load_trainer, save_trainer
+from lrmoe.training.totals import Totals
 from lrmoe.training.traces import wanted
 
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
@@ -69,6 +70,7 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, config.optim, config.train.steps)
         self.steps_done = 0
         self.steps_skipped = 0
+        self.totals = Totals()
         self.parameters.zero_grad()
 
     def _build(self) -> nn.Module:
@@ -109,7 +111,7 @@ class Trainer:
         self._update(reduced)
         records = self.handle.telemetry.drain()
         records_by_rank = gather_records(records, self.group, self.device)
-        return StepMetrics(
+        metrics = StepMetrics(
             step=self.steps_done,
             loss=reduced.loss,
             lr=lr,
@@ -120,6 +122,8 @@ class Trainer:
             records=records,
             records_by_rank=records_by_rank,
         )
+        self.totals.add(metrics)
+        return metrics
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -217,6 +217,14 @@ class Progress:
         elif self._enabled and (metrics.step % self._every == 0 or metrics.step in (1, self._total)):
             log.info("step %d/%d  %s", metrics.step, self._total, describe(metrics))
 
+    def evaluated(self, step: int, loss: float) -> None:
+        """Show an evaluation's loss: always, and on a terminal above the bar."""
+        text = f"step {step}/{self._total}  eval loss {loss:.4f}"
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        elif self._enabled:
+            log.info("%s", text)
+
     def __enter__(self) -> Progress:
         return self
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from lrmoe.errors import ConfigError
 from lrmoe.telemetry import figure
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
-from lrmoe.training.metrics import MetricsWriter, Progress, StepMetrics
+from lrmoe.training.metrics import MetricsWriter, Progress
 from lrmoe.training.process import Process, joined
 from lrmoe.training.state import checkpoint_root
 from lrmoe.training.traces import TraceLog, about_model, wanted
@@ -51,7 +49,6 @@ def train(
     gathered(process.group, lambda: _claim(config, resume) if process.is_main else None)
     trainer = Trainer(config, process.group, device=process.device)
     start = trainer.resume() if resume else 0
-    totals = Totals()
     if process.is_main:
         with (
             MetricsWriter(config.folder, start if resume else None) as writer,
@@ -60,51 +57,13 @@ def train(
             ) as progress,
             _trace(trainer, start if resume else None) as trace,
         ):
-            _loop(trainer, totals, writer, progress, trace)
+            _loop(trainer, writer, progress, trace)
     else:
-        _loop(trainer, totals, None, None, None)
-    summary = _summary(trainer, totals)
+        _loop(trainer, None, None, None)
+    summary = _summary(trainer)
     if process.is_main:
         (config.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Sums over the steps of this invocation; times are wall times, bytes are of all ranks."""
-
-    last_loss: float = math.nan
-    tokens: int = 0
-    pairs: int = 0
-    kept: int = 0
-    step_s: float = 0.0
-    moe_s: float = 0.0
-    wire_bytes: int = 0
-    buffer_peak_bytes: int = 0
-
-    def add(self, metrics: StepMetrics) -> None:
-        """Take one step in."""
-        self.last_loss = metrics.loss
-        self.tokens += metrics.tokens
-        self.pairs += sum(r.pairs for r in metrics.records)
-        self.kept += sum(r.kept for r in metrics.records)
-        self.step_s += metrics.step_ms / 1e3
-        self.moe_s += metrics.moe_ms_wall / 1e3
-        self.wire_bytes += metrics.wire_bytes
-        buffers = (r.buffer_peak_bytes for records in metrics.records_by_rank for r in records)
-        self.buffer_peak_bytes = max(self.buffer_peak_bytes, max(buffers, default=0))
-
-    def summary(self) -> dict[str, Any]:
-        """Under the names of a comparison's systems; null where no step was done."""
-        return {
-            "final_loss": self.last_loss if math.isfinite(self.last_loss) else None,
-            "kept_share": self.kept / self.pairs if self.pairs else None,
-            "tokens_per_s": self.tokens / self.step_s if self.step_s else None,
-            "train_time_s": self.step_s,
-            "moe_time_wall_s": self.moe_s,
-            "wire_bytes": self.wire_bytes,
-            "buffer_peak_bytes": self.buffer_peak_bytes,
-        }
 
 
 def _claim(config: TrainConfig, resume: bool) -> None:
@@ -130,7 +89,6 @@ def _trace(trainer: Trainer, resume_step: int | None) -> AbstractContextManager[
 
 def _loop(
     trainer: Trainer,
-    totals: Totals,
     writer: MetricsWriter | None,
     progress: Progress | None,
     trace: TraceLog | None,
@@ -138,22 +96,25 @@ def _loop(
     train = trainer.config.train
     while trainer.steps_done < train.steps:
         metrics = trainer.step()
-        totals.add(metrics)
         line = metrics.as_dict() if writer is not None else {}
         done = trainer.steps_done
-        if train.eval_every and (done % train.eval_every == 0 or done == train.steps):
+        evaluated = train.eval_every and (done % train.eval_every == 0 or done == train.steps)
+        if evaluated:
             line["eval_loss"] = trainer.evaluate()
+            trainer.totals.evaluated(done, line["eval_loss"])
         if writer is not None:
             writer.write(done, line)
         if progress is not None:
             progress.update(metrics)
+            if evaluated:
+                progress.evaluated(done, line["eval_loss"])
         if trace is not None:
             trace.add(metrics.records)
         if train.checkpoint_every and (done % train.checkpoint_every == 0 or done == train.steps):
             trainer.save()
 
 
-def _summary(trainer: Trainer, totals: Totals) -> dict[str, Any]:
+def _summary(trainer: Trainer) -> dict[str, Any]:
     config = trainer.config
     return {
         "name": config.train.name,
@@ -161,7 +122,7 @@ def _summary(trainer: Trainer, totals: Totals) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "steps": trainer.steps_done,
         "steps_skipped": trainer.steps_skipped,
-        **totals.summary(),
+        **trainer.totals.summary(),
         "checkpoints": [str(path) for path in sorted(checkpoint_root(trainer).glob("step-*"))],
     }
 
@@ -169,6 +130,7 @@ def _summary(trainer: Trainer, totals: Totals) -> dict[str, Any]:
 # name in the summary -> unit, which way is better
 FIGURES = {
     "final_loss": ("nats/token", "lower"),
+    "eval_loss": ("nats/token", "lower"),
     "tokens_per_s": ("tokens/s", "higher"),
     "moe_time_wall_s": ("s", "lower"),
     "wire_bytes": ("bytes", "lower"),

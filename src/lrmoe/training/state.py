@@ -3,7 +3,7 @@
 model/<name>                     weights (the float32 masters where they exist) and persistent buffers
 model/<name>/expert/<id>         one expert's rows of an experts parameter
 optim/<name>/<moment>[/expert/<id>]
-state.json                       counters, corpus, configuration, controllers of the layers
+state.json                       counters, totals, corpus, configuration, controllers of the layers
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, gathered, open_latest, save
 from lrmoe.errors import CheckpointError
+from lrmoe.training.totals import Totals
 
 if TYPE_CHECKING:
     from lrmoe.training.loop import Trainer
@@ -54,6 +55,7 @@ def load_trainer(trainer: Trainer) -> int:
     agreed(trainer.group, lambda: _read_tensors(trainer, checkpoint))
     state = checkpoint.state
     trainer.steps_done, trainer.steps_skipped = state["steps_done"], state["steps_skipped"]
+    trainer.totals = Totals(**state["totals"])
     trainer.handle.load_state_dict(reshard(state["layers_by_rank"], trainer.rank, trainer.world_size))
     trainer.parameters.publish()
     trainer.parameters.zero_grad()
@@ -78,6 +80,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     return {
         "steps_done": trainer.steps_done,
         "steps_skipped": trainer.steps_skipped,
+        "totals": trainer.totals.state_dict(),
         "updates": trainer.optimizer.updates,
         "corpus": {"name": trainer.corpus.name, "sha256": trainer.corpus.fingerprint},
         "config": trainer.config.to_dict(),
