@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from lrmoe.checkpoint import Manifest, find_steps, open_checkpoint, save
+from lrmoe.checkpoint import Manifest, find_steps, open_checkpoint, open_latest, save
 from lrmoe.errors import CheckpointError
 from tests.checkpoint.common import content
 from tests.distributed.pool import Pool
@@ -61,6 +62,41 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be created"):
         save(tmp_path / "file", 1, content())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
+def test_a_full_disk_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    import resource
+
+    save(tmp_path, 1, content(1))
+    large = dataclasses.replace(content(2), dense={"model/a": torch.zeros(1 << 22)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            save(tmp_path, 2, large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert open_latest(tmp_path).state["step"] == 1
+
+
+def test_a_rename_that_fails_puts_the_replaced_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, content(1))
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.startswith(".partial"):
+            raise OSError("no")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(CheckpointError, match="cannot be written: no"):
+        save(tmp_path, 1, content(5))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert open_latest(tmp_path).state["step"] == 1
 
 
 def save_on_each(root: str) -> list[str]:

@@ -5,33 +5,36 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from lrmoe.checkpoint.agree import gathered, rank_of, size_of
-from lrmoe.checkpoint.manifest import STATE, Manifest, read_json, verify
+from lrmoe.checkpoint.manifest import STATE, Manifest, folder_of, read_json, verify
 from lrmoe.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """The folder of one step's checkpoint."""
-    return root / f"step-{step:08d}"
-
-
 def find_steps(root: Path) -> list[int]:
-    """Steps that have a checkpoint folder below `root`, in rising order; complete or not."""
+    """Steps that have a checkpoint folder below `root`, in rising order; complete or not.
+
+    Raises:
+        CheckpointError: `root` cannot be listed.
+    """
     if not root.is_dir():
         return []
-    found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in root.iterdir())
-    return sorted(int(match.group(1)) for match in found if match)
+    try:
+        found = [(path, re.fullmatch(r"step-([0-9]{8,})", path.name)) for path in root.iterdir()]
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read: {error}") from error
+    steps = [(path, int(match.group(1))) for path, match in found if match]
+    return sorted(step for path, step in steps if path == folder_of(root, step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +71,18 @@ class TensorReader:
         """One tensor, on the CPU.
 
         Raises:
-            CheckpointError: there is no such key.
+            CheckpointError: there is no such key, or its file can no longer be read.
         """
         name = self._file_of.get(key)
         if name is None:
             raise CheckpointError(f"{self._folder}: holds no tensor {key!r}")
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-        return self._open[name].get_tensor(key)
+        try:
+            if name not in self._open:
+                self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
+            tensor: torch.Tensor = self._open[name].get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self._folder / name}: cannot be read: {error}") from error
+        return tensor
 
     def experts(self, key: str, first: int, count: int) -> torch.Tensor:
         """Rows of global experts first .. first + count - 1 as (count, ...), whichever ranks wrote them.
@@ -94,12 +101,29 @@ def open_checkpoint(folder: Path, *, group: dist.ProcessGroup | None = None) -> 
     """
     rank, world_size = rank_of(group), size_of(group)
     manifest = gathered(group, lambda: verify(folder, part=rank, parts=world_size))[0]
-    state = gathered(group, lambda: read_json(folder / STATE))[0]
+    state = gathered(group, lambda: _read_state(folder))[0]
     return Checkpoint(folder=folder, manifest=manifest, state=state)
 
 
-def open_latest(root: Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint:
+def _read_state(folder: Path) -> dict[str, Any]:
+    state = read_json(folder / STATE)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{folder / STATE}: holds a {type(state).__name__}: must be an object")
+    return state
+
+
+def open_latest(
+    root: Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+) -> Checkpoint:
     """Open the newest checkpoint that verifies; a bad one is passed over with a warning.
+
+    Args:
+        root: folder of the checkpoints.
+        group: ranks that open it together.
+        check: what else makes a checkpoint bad; raises CheckpointError on any rank.
 
     Raises:
         CheckpointError: there is none, or none that is whole; the same error on every rank.
@@ -108,7 +132,9 @@ def open_latest(root: Path, *, group: dist.ProcessGroup | None = None) -> Checkp
     errors = []
     for step in reversed(steps):
         try:
-            return open_checkpoint(folder_of(root, step), group=group)
+            checkpoint = open_checkpoint(folder_of(root, step), group=group)
+            gathered(group, lambda found=checkpoint: check(found))  # type: ignore[misc]
+            return checkpoint
         except CheckpointError as error:
             errors.append(str(error))
             if rank_of(group) == 0:

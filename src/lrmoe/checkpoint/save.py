@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lrmoe.checkpoint.agree import gathered, rank_of, size_of
-from lrmoe.checkpoint.load import find_steps, folder_of
-from lrmoe.checkpoint.manifest import STATE, FileEntry, Manifest, describe, sync, write_json
+from lrmoe.checkpoint.load import find_steps
+from lrmoe.checkpoint.manifest import DENSE, STATE, FileEntry, Manifest, describe, folder_of, sync, write_json
 from lrmoe.errors import CheckpointError
 
 
@@ -90,7 +91,7 @@ def _prepare(partial: Path) -> None:
 def _checked(write: Any, folder: Path, *args: Any) -> Any:
     try:
         return write(folder, *args)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         raise CheckpointError(f"{folder}: cannot be written: {error}") from error
 
 
@@ -99,7 +100,7 @@ def _write_rank(folder: Path, content: Content, rank: int, world_size: int) -> l
         raise CheckpointError(f"{folder}: not seen by rank {rank}; all ranks must share the file system")
     entries = []
     if rank == 0:
-        entries.append(_write_tensors(folder / "dense.safetensors", content.dense))
+        entries.append(_write_tensors(folder / DENSE, content.dense))
         write_json(folder / STATE, dict(content.state))
         entries.append(describe(folder / STATE, ()))
     if content.experts:
@@ -130,7 +131,12 @@ def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
     if final.exists():  # the same step, written again after going back to an earlier one
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
-    partial.rename(final)
+    try:
+        partial.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
     sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
