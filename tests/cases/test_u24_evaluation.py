@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lrmoe.layer import MoELayer
+from lrmoe.layer.experts import scratch
 from tests.distributed.calls import bounds_of
 from tests.distributed.pool import Pool
 from tests.layer.harness import build, forward, leaves, pruning, run
@@ -93,3 +94,12 @@ def train_and_evaluate() -> list[Tensor]:
 def test_evaluation_on_all_ranks(pool2: Pool) -> None:
     evaluated, trained = (torch.cat(parts) for parts in zip(*pool2.run(train_and_evaluate), strict=True))
     torch.testing.assert_close(evaluated, trained, rtol=1e-10, atol=1e-12)
+
+
+def test_training_after_a_first_larger_evaluation_in_inference_mode() -> None:
+    """Scratch that an evaluation in inference mode allocated must serve training."""
+    scratch.release()
+    large = make_case(tokens=300, experts=4, seed=3)
+    with torch.inference_mode():
+        forward(build(large, CONFIG), large, leaves(large, []), training=False)
+    run(CASE, CONFIG)

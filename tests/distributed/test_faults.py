@@ -25,6 +25,8 @@ BAD: dict[str, Callable[[Case], dict[str, Any]]] = {
     "wrong hidden size": lambda c: {"hidden": torch.randn(8, 9, dtype=torch.float64)},
     "integer hidden": lambda c: {"hidden": torch.ones(8, 8, dtype=torch.int64)},
     "float ids": lambda c: {"ids": c.ids.double()},
+    "ids on another device": lambda c: {"ids": c.ids.to("meta")},
+    "weights on another device": lambda c: {"weights": c.weights.to("meta")},
     "ids of fewer tokens": lambda c: {"ids": c.ids[:3]},
     "weights of fewer slots": lambda c: {"weights": c.weights[:, :1]},
     "transposed down": lambda c: {"down": c.down.transpose(1, 2)},
@@ -193,3 +195,36 @@ def only_first_evaluates() -> str:
 def test_evaluation_on_one_rank_only_meets_the_others_training_call(pool2: Pool) -> None:
     outcomes: list[Outcome] = pool2.outcomes(only_first_evaluates, limit_s=20)
     assert all("training" in str(one.value) for one in outcomes)
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "the number of experts": {"num_experts": 8},
+    "the expert width": {"intermediate_size": 7},
+    "the activation": {"activation": "gelu"},
+    "the layer's index": {"layer": 1},
+}
+
+
+def call_other_layer(change: dict[str, Any]) -> str:
+    """Worker: rank 1 built another layer; the first call tells both."""
+    group = dist.group.WORLD
+    sizes = {"num_experts": 4, "hidden_size": 8, "intermediate_size": 6, "activation": "silu", "layer": 0}
+    sizes |= change if dist.get_rank() else {}
+    layer = MoELayer(config=exact(), group=group, **sizes)
+    local, width = sizes["num_experts"] // 2, sizes["intermediate_size"]
+    ids, alpha = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    try:
+        layer(
+            torch.randn(3, 8), ids, alpha, torch.randn(local, 2 * width, 8), torch.randn(local, 8, width),
+            training=True,
+        )  # fmt: skip
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", SIZES)
+def test_ranks_that_built_different_layers_are_told(pool2: Pool, what: str) -> None:
+    for text in pool2.run(call_other_layer, SIZES[what]):
+        assert what in text
+        assert "rank 1" in text

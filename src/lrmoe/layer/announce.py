@@ -15,10 +15,10 @@ from torch import Tensor
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm, Header, HeaderTable
 from lrmoe.distributed.header import Fault
-from lrmoe.errors import InputError
+from lrmoe.errors import InputError, PlanError, RankError
 from lrmoe.layer.controller import Controller, Moment
 from lrmoe.layer.inputs import Inputs
-from lrmoe.layer.routing import sort_pairs
+from lrmoe.layer.routing import home_only, sort_pairs
 from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
 from lrmoe.planning.problem import FloatArray, IntArray
 from lrmoe.telemetry import CallRecord, PhaseClock
@@ -41,7 +41,15 @@ class Announcer:
     """Gathers counts, raises faults on every rank, and plans."""
 
     def __init__(
-        self, *, config: LRMoEConfig, comm: Comm, topology: Topology, controller: Controller, hidden: int
+        self,
+        *,
+        config: LRMoEConfig,
+        comm: Comm,
+        topology: Topology,
+        controller: Controller,
+        hidden: int,
+        width: int,
+        activation: str,
     ) -> None:
         self._config = config
         self._config_hash = zlib.crc32(repr(config).encode())
@@ -50,6 +58,14 @@ class Announcer:
         self._controller = controller
         self._hidden = hidden
         self._policy = get_policy(config.policy)
+        self._met = False
+        self._sizes = {
+            "the number of experts": topology.experts,
+            "the hidden size": hidden,
+            "the expert width": width,
+            "the layer's index": controller.layer,
+            "the activation (hash)": zlib.crc32(activation.encode()),
+        }
 
     def plan(
         self, inputs: Inputs, moment: Moment | None, gradients: int, compute_dtype: torch.dtype
@@ -64,6 +80,7 @@ class Announcer:
         """
         clock = PhaseClock(inputs.x_TH.device)
         with clock.phase("plan"):
+            met = self._meet(inputs.x_TH.device)
             order, counts_E = sort_pairs(inputs.ids_TK, self._topology.experts)
             header = self._header(inputs, moment, gradients, compute_dtype)
             counts_RE, score_mean_E = self._gather(header, counts_E)
@@ -72,8 +89,12 @@ class Announcer:
                 self._config, counts_RE, self._topology, self._config.max_drop if prune else 0.0, score_mean_E
             )
             plan = self._policy(problem)
+            if not home_only(plan):
+                raise PlanError(
+                    f"policy={self._config.policy!r}: this version's runtime runs every expert at home"
+                )
         open_call = OpenCall(record=self._record(plan, moment, inputs), clock=clock)
-        ints = Header.WIDTH + self._topology.experts + self._topology.experts_per_rank
+        ints = met + Header.WIDTH + self._topology.experts + self._topology.experts_per_rank
         open_call.sent("plan", (self._comm.size - 1) * ints * 8)
         return Planned(plan=plan, moment=moment, open_call=open_call), order
 
@@ -83,8 +104,25 @@ class Announcer:
             return
         fault = Fault.INPUT if isinstance(error, InputError) else Fault.OTHER
         device = weight.device if isinstance(weight, Tensor) else torch.device("cpu")
+        self._meet(device)
         nothing = torch.zeros(self._topology.experts, dtype=torch.int64, device=device)
         self._comm.all_gather_ints(self._message(Header(fault=int(fault)), nothing))
+
+    def _meet(self, device: torch.device) -> int:
+        """At the first call: all ranks built the same layer, or RankError on all. Returns the integers exchanged.
+
+        Layers of other sizes would send messages of other lengths, which backends answer with a crash.
+        """
+        if self._met or self._comm.size == 1:
+            return 0
+        mine = torch.tensor(list(self._sizes.values()), dtype=torch.int64, device=device)
+        table = self._comm.all_gather_ints(mine).cpu().numpy()
+        for name, values in zip(self._sizes, table.T, strict=True):
+            if (values != values[0]).any():
+                seen = ", ".join(f"rank {r}: {int(v)}" for r, v in enumerate(values))
+                raise RankError(f"MoE layer {self._controller.layer}: {name} differs between ranks ({seen})")
+        self._met = True
+        return len(self._sizes)
 
     def _header(
         self, inputs: Inputs, moment: Moment | None, gradients: int, compute_dtype: torch.dtype

@@ -5,6 +5,7 @@ Shape letters: T tokens, K slots, H hidden, N pairs of this source, M rows recei
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from lrmoe.layer.experts import Rows, Weights, experts_forward, scratch
 from lrmoe.layer.routing import Layout, Routing, token_entries
 from lrmoe.ops import combine, gather_rows
 from lrmoe.planning import LayerPlan
+from lrmoe.telemetry import PhaseClock
 from lrmoe.telemetry.record import OpenCall, Telemetry
 
 
@@ -61,11 +63,20 @@ class Call:
 
     def weights(self, gate_up: Tensor, down: Tensor) -> Weights:
         """The local experts' weights in the compute dtype."""
-        return Weights(
-            gate_up=gate_up.to(self.compute_dtype),
-            down=down.to(self.compute_dtype),
-            activation=self.activation,
-        )
+        return Weights(gate_up=self.cast(gate_up), down=self.cast(down), activation=self.activation)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """The tensor in the compute dtype; the time of a real cast counts as the experts'."""
+        if tensor.dtype == self.compute_dtype:
+            return tensor
+        with self.open_call.clock.phase("experts"):
+            return tensor.to(self.compute_dtype)
+
+    def repeated(self) -> Call:
+        """This call for one more backward through a retained graph: its record is complete and stays as it is."""
+        record = dataclasses.replace(self.open_call.record, bytes={}, observed={})
+        clock = PhaseClock(torch.device("cpu"))
+        return dataclasses.replace(self, open_call=OpenCall(record=record, clock=clock, repeated=True))
 
     def scale_dtype(self) -> torch.dtype:
         """Dtype of routing weights and of what multiplies gradient rows."""

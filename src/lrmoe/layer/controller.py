@@ -85,7 +85,7 @@ class Controller:
         self.config = config
         self.clock = clock
         self.layer = layer
-        self.score_mean_L = torch.zeros(experts, dtype=torch.float64)
+        self.score_mean_L = torch.zeros(experts, dtype=torch.float64, device="cpu")
         self._step = 0
         self._calls_in_step = 0
         self._calls = 0
@@ -125,7 +125,7 @@ class Controller:
         """Update the running mean score of the experts homed here.
 
         Args:
-            score_sum_L: fp64 (L,), sum of finite scores; count_L: int64 (L,), how many.
+            score_sum_L: fp64 (L,), sum of finite scores; count_L: int64 (L,), pairs scored.
         """
         mean = score_sum_L / count_L.clamp(min=1)
         old = self.score_mean_L.to(mean.device)
@@ -147,7 +147,7 @@ class Controller:
         Raises:
             ConfigError: the state belongs to a layer with another number of local experts.
         """
-        mean = torch.tensor(state["score_mean"], dtype=torch.float64)
+        mean = torch.tensor(state["score_mean"], dtype=torch.float64, device="cpu")
         if mean.shape != self.score_mean_L.shape:
             raise ConfigError(
                 f"score_mean holds {mean.numel()} experts: layer {self.layer} has "

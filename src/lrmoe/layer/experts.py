@@ -27,6 +27,7 @@ from lrmoe.ops import (
 )
 
 _BLOCK_ROWS = 1024  # rows per block on CPU: intermediates of common widths stay in the last-level cache
+_FP16_SCALE_FLOOR = 2.0**-10
 
 scratch = Workspace()
 
@@ -164,14 +165,15 @@ def experts_backward(
     d_down = torch.empty_like(weights.down) if needs.down else None
     for experts, at in blocks(counts, scale_M.device):
         part = counts[experts]
-        g_rows = g.take("g", at.start, at.stop)
+        g_rows, scale, early = _prescaled(g.take("g", at.start, at.stop), scale_M[at])
         x_rows = x.take("x", at.start, at.stop) if needs.gate_up or h is None else None
         h_rows = _hidden(weights, x_rows, h, experts, at, part)
         dphi = scratch.take("dphi", (g_rows.shape[0], weights.down.shape[2]), g_rows)
         grouped_mm_input(g_rows, weights.down[experts], part, out=dphi)
-        dh, phi, dot_M[at] = gated_activation_backward(
-            dphi, h_rows, scale_M[at], weights.activation, out=scratch.take("dh", tuple(h_rows.shape), h_rows)
+        dh, phi, dot = gated_activation_backward(
+            dphi, h_rows, scale, weights.activation, out=scratch.take("dh", tuple(h_rows.shape), h_rows)
         )
+        dot_M[at] = dot if early is None else dot / early
         if d_down is not None:
             grouped_mm_weight(g_rows, phi, part, out=d_down[experts])
         if d_gate_up is not None and x_rows is not None:
@@ -179,6 +181,19 @@ def experts_backward(
         if dx is not None:
             _input_gradient(dh, weights.gate_up[experts], part, dx, dx_index, at)
     return ExpertGrads(dx=dx, dot_M=dot_M, gate_up=d_gate_up, down=d_down)
+
+
+def _prescaled(g_rows: Tensor, scale_M: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradient rows, the scale still to be applied, and the scale already applied (None where there is none).
+
+    In fp16 an unscaled gradient row can overflow in its product with the weights where the scaled one, which a plain
+    loop multiplies, cannot. There the scale goes in first, but for a floor that keeps the division by it defined.
+    """
+    if g_rows.dtype != torch.float16:
+        return g_rows, scale_M, None
+    tiny = torch.full_like(scale_M, _FP16_SCALE_FLOOR)
+    early = torch.where(scale_M.abs() < _FP16_SCALE_FLOOR, tiny, scale_M)
+    return (g_rows * early.unsqueeze(1)).to(torch.float16), scale_M / early, early
 
 
 def _hidden(

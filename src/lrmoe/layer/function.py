@@ -36,7 +36,7 @@ class MoEFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: Call = ctx.call.repeated() if ctx.call.open_call.finished else ctx.call
         order_N, alpha_TK, gate_up, down, x, h, norm, y = ctx.saved_tensors
         _, _, *needed = ctx.needs_input_grad
         wanted = Wanted(x=needed[0], alpha=needed[1], gate_up=needed[2], down=needed[3])
@@ -45,13 +45,14 @@ class MoEFunction(torch.autograd.Function):
             grads = walk_backward(
                 call,
                 Walked(out_TH=grad_TH, x=x, h_M2I=h, phi_norm_N=norm, y_NH=y),
-                grad_TH.to(call.compute_dtype),
+                call.cast(grad_TH),
                 alpha_TK,
                 order_N,
                 call.weights(gate_up, down),
                 wanted,
             )
-        if call.moment is not None:
+        if call.moment is not None and not call.open_call.repeated:
+            call.open_call.finished = True
             call.telemetry.add(call.open_call)
         found = (grads.x_TH, grads.alpha_TK, grads.gate_up, grads.down)
         cast = [
@@ -65,4 +66,4 @@ def run_forward(
 ) -> Walked:
     """Forward without a graph; the caller turns gradients and autocast off."""
     routing = Routing.build(order_N, order_N.shape[0], (x_TH.shape[0], call.slots))
-    return walk_forward(call, x_TH.to(call.compute_dtype), alpha_TK, routing, call.weights(gate_up, down))
+    return walk_forward(call, call.cast(x_TH), alpha_TK, routing, call.weights(gate_up, down))

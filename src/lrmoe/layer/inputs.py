@@ -50,9 +50,12 @@ def check_inputs(
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InputError(f"top_k_index has dtype {ids.dtype}: must be an integer dtype (int64)")
     x_TH = hidden_states.reshape(-1, shape.hidden)
+    for name, value in (("top_k_index", ids), ("top_k_weights", alpha)):
+        if value.device != x_TH.device:
+            raise InputError(f"{name} lies on {value.device} and hidden_states on {x_TH.device}: must agree")
     _check_pairs(x_TH, ids, alpha)
     _check_weights(shape, x_TH, gate_up, down)
-    ids_TK, alpha_TK = ids.reshape(-1, ids.shape[-1]), alpha.reshape(-1, alpha.shape[-1])
+    ids_TK, alpha_TK = ids.reshape(-1, ids.shape[-1]).long(), alpha.reshape(-1, alpha.shape[-1])
     tokens = x_TH.shape[0]
     mask_T = current_mask(tokens) if mask is None else check_mask(mask, tokens)
     if mask_T is not None:

@@ -83,6 +83,8 @@ class MoELayer:
             topology=self.topology,
             controller=self.controller,
             hidden=hidden_size,
+            width=intermediate_size,
+            activation=activation,
         )
         self._last: OpenCall | None = None
         self.clock.watch(self)
@@ -134,7 +136,7 @@ class MoELayer:
                 self._announcer.report(error, gate_up_proj)
             raise
         if recompute:
-            first = self._replay.take(token, keep=not torch.is_grad_enabled())
+            first = self._replay.take(token, self._stored(inputs.ids_TK), again=not torch.is_grad_enabled())
             planned, ids_TK = first.planned, first.ids_TK
             planned.open_call.ledger.restart()
             order, _ = sort_pairs(ids_TK, self.shape.experts)

@@ -196,7 +196,9 @@ def _tensor(array: NDArray[np.generic], like: Tensor) -> Tensor:
 
 
 def _learn(call: Call, rows: Candidates) -> None:
-    """Teach the planner the mean score of each expert."""
+    """Teach the planner the mean score of each expert (`selection="global"`: the home sees all of its scores)."""
+    if call.open_call.repeated:
+        return
     finite = torch.where(rows.score_M.isfinite(), rows.score_M, 0.0).double()
     total = torch.nn.functional.pad(finite.cumsum(0), (1, 0))
     end = rows.counts_L.cumsum(0)

@@ -16,6 +16,10 @@ from lrmoe.errors import ReplayError
 from lrmoe.layer.announce import Planned
 
 _LIMIT = 256  # first forwards remembered per layer
+_USED_LIMIT = 8  # of those, already recomputed once: a retained graph or a nested checkpoint asks again
+_AGREE = (
+    0.5  # least share of equal ids between a forward and its recompute; noise moves few, another call most
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,43 +31,64 @@ class FirstForward:
 
 
 class ReplayStore:
-    """First forwards of one layer that a recompute may ask for."""
+    """First forwards of one layer that a recompute may ask for. All are forgotten at the next optimizer step."""
 
     def __init__(self) -> None:
-        self._calls: OrderedDict[int, FirstForward | None] = OrderedDict()
+        self._waiting: OrderedDict[int, FirstForward | None] = OrderedDict()
+        self._used: OrderedDict[int, FirstForward] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._waiting)
 
     def put(self, token: int, call: FirstForward) -> None:
         """Remember a call; beyond the limit the oldest is forgotten, and of two with one token both."""
-        self._calls[token] = None if token in self._calls else call
-        if len(self._calls) > _LIMIT:
-            self._calls.popitem(last=False)
+        self._used.pop(token, None)
+        self._waiting[token] = None if token in self._waiting else call
+        if len(self._waiting) > _LIMIT:
+            self._waiting.popitem(last=False)
 
-    def take(self, token: int, *, keep: bool) -> FirstForward:
-        """The first forward with this token; `keep` it for a further recompute.
+    def take(self, token: int, ids_TK: Tensor, *, again: bool) -> FirstForward:
+        """The first forward with this token.
+
+        Args:
+            ids_TK: the recompute's own ids, to tell another call's token from a little noise in the router.
+            again: a further recompute is certain (this one runs without gradients).
 
         Raises:
-            ReplayError: no such call.
+            ReplayError: no such call, or its ids are another call's.
         """
-        call = self._calls.get(token) if keep else self._calls.pop(token, None)
-        if call is None:
+        call = self._waiting.get(token) or self._used.get(token)
+        if call is None or not _same_call(call.ids_TK, ids_TK):
             raise ReplayError(
                 "a training-mode call inside a backward matches no earlier forward. Under torch.utils.checkpoint keep "
                 "preserve_rng_state=True (the default), do not seed the CPU generator alike for two forwards in "
-                f"flight, and recompute before the next optimizer step; the layer keeps the last {_LIMIT} forwards"
+                f"flight, and recompute before the next optimizer step; the layer keeps the last {_LIMIT} forwards "
+                f"and the last {_USED_LIMIT} that were recomputed"
             )
+        if not again and self._waiting.pop(token, None) is not None:
+            self._used[token] = call
+            if len(self._used) > _USED_LIMIT:
+                self._used.popitem(last=False)
         return call
 
     def clear(self) -> None:
         """Forget all calls."""
-        self._calls.clear()
+        self._waiting.clear()
+        self._used.clear()
+
+
+def _same_call(stored_TK: Tensor, ids_TK: Tensor) -> bool:
+    """Whether ids (T, K) of a recompute can be those of the stored first forward."""
+    if stored_TK.shape != ids_TK.shape:
+        return False
+    exists = stored_TK >= 0  # padding is masked in the stored ids only
+    equal = ((stored_TK == ids_TK) & exists).sum()
+    return bool(equal >= _AGREE * exists.sum())
 
 
 def draw_token() -> int:
     """A number from the CPU generator: the same in a first forward and its recompute."""
-    return int(torch.randint(2**62, ()).item())
+    return int(torch.randint(2**62, (), device="cpu").item())
 
 
 def inside_backward() -> bool:

@@ -1,7 +1,8 @@
 """Scratch buffers that one layer call uses and the next one may overwrite.
 
 A fresh large CPU buffer costs a page fault per 4 KiB: more than the gather that fills it. Scratch is therefore kept,
-per thread, up to a fixed size. On CUDA the caching allocator does this already and nothing is kept here.
+per thread, up to a fixed size for each name and dtype. On CUDA the caching allocator does this already and nothing is
+kept here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Workspace(threading.local):
         key = (name, like.dtype)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=like.dtype)
+            with torch.inference_mode(False):  # a buffer made for an evaluation must serve training too
+                buffer = torch.empty(size, dtype=like.dtype, device="cpu")
             self._buffers[key] = buffer
         return buffer[:size].view(shape)
 

@@ -5,7 +5,9 @@ Shape letters: R ranks, E experts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -177,8 +179,8 @@ class Problem:
 
     @property
     def drop_cap(self) -> int:
-        """Most pairs that backward may leave out: floor(max_drop * pairs)."""
-        return int(self.max_drop * self.pairs)
+        """Most pairs that backward may leave out: floor(max_drop * pairs), with max_drop read as a decimal."""
+        return math.floor(Fraction(repr(float(self.max_drop))) * self.pairs)
 
     @cached_property
     def floor_E(self) -> IntArray:

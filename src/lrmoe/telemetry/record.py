@@ -19,8 +19,9 @@ OBSERVED = "observed."
 class CallRecord:
     """One layer call as this rank saw it.
 
-    Loads, counts and quotas are global (every rank has them). Energies are this rank's share: sums over the experts
-    homed here, so that adding the ranks' records gives the call's figures. `ms` is CPU time of the rank's own thread
+    Loads, counts and quotas are global (every rank has them). Energies are this rank's share: sums over the pairs this
+    rank chose among (those of its own experts, or with `selection="local"` its own pairs), so that adding the ranks'
+    records gives the call's figures. `ms` is CPU time of the rank's own thread
     per phase (event time on CUDA), `bytes` what this rank sent to other ranks, `mem` bytes allocated per part.
     `counts_RE`, int64 (R, E), pairs from each source to each expert, stays only where telemetry keeps it for a trace.
     """
@@ -117,12 +118,16 @@ class OpenCall:
     """A call in flight: its record, and the instruments that are read into it when somebody looks.
 
     `pending` holds device scalars by record field (or OBSERVED + name), so that the call itself never waits for them.
+    `finished` is set by the call's first backward; an open call that is `repeated` stands for a further backward
+    through a retained graph and is never recorded.
     """
 
     record: CallRecord
     clock: PhaseClock
     ledger: Ledger = field(default_factory=Ledger)
     pending: dict[str, Tensor] = field(default_factory=dict)
+    finished: bool = False
+    repeated: bool = False
 
     def sent(self, phase: str, size: int) -> None:
         """Book bytes sent to other ranks under a phase."""
