@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import lrmoe
 from lrmoe import InputError, LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
 from lrmoe.integrations.transformers._padding import token_mask
+from lrmoe.layer.padding import current_mask
 from tests.integrations.models import assert_same, make_model, make_tokens, run
 
 EXACT = LRMoEConfig(max_drop=0)
@@ -182,3 +186,41 @@ def test_auxiliary_loss_still_reaches_the_router():
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, EXACT)
     assert_same(run(model, ids, output_router_logits=True), eager, ids, output_router_logits=True)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_copied_model_carries_no_mask_hooks(pickled: bool, tmp_path: Path):
+    """The copy is not enabled; enabling it must not leave two hooks whose masks outlive the forward."""
+    model = make_model("qwen3", dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    lrmoe_hf.enable(model, EXACT)
+    if pickled:
+        torch.save(model, tmp_path / "model.pt")
+        other = torch.load(tmp_path / "model.pt", weights_only=False)
+    else:
+        other = copy.deepcopy(model)
+    lrmoe_hf.enable(other, EXACT)
+    ids, mask, labels = padded_batch("right")
+    run(other, ids, attention_mask=mask, labels=labels)
+    assert current_mask(16) is None
+    wanted, found = (run(m, ids)["logits"] for m in (plain, other))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_two_threads_run_one_model_with_their_own_masks():
+    model = make_model("qwen3", dtype=torch.float64).eval()
+    lrmoe_hf.enable(model, EXACT)
+    ids, mask, _ = padded_batch("right")
+    barrier = threading.Barrier(2, timeout=20)
+
+    def meet(*_: object) -> None:
+        barrier.wait()
+
+    hook = model.model.layers[0].register_forward_pre_hook(meet)
+    wait = model.lm_head.register_forward_pre_hook(meet)
+    with ThreadPoolExecutor(2) as pool, torch.no_grad():
+        jobs = [pool.submit(lambda: model(input_ids=ids, attention_mask=mask).logits) for _ in range(2)]
+        first, second = (job.result(timeout=60) for job in jobs)
+    hook.remove()
+    wait.remove()
+    assert torch.equal(first, second)

@@ -6,6 +6,7 @@ Shapes: B sequences, S tokens in this call, P positions known to the mask (P > S
 from __future__ import annotations
 
 import inspect
+import threading
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,15 +31,25 @@ def hosts_of(model: nn.Module) -> list[nn.Module]:
 
 
 class PaddingHooks:
-    """Around every forward of a model: `lrmoe.padding` with the call's 2-D attention mask, if it masks anything."""
+    """Around every forward of a model: `lrmoe.padding` with the call's 2-D attention mask, if it masks anything.
+
+    Hooks travel with a copied or unpickled model, which is not enabled: a copy of this object does nothing.
+    """
 
     def __init__(self, host: nn.Module) -> None:
+        self._alive = True
         self._names = list(inspect.signature(host.forward).parameters)
-        self._open: list[ExitStack] = []
+        self._open = _OpenForwards()
         self._handles: list[RemovableHandle] = [
             host.register_forward_pre_hook(self._enter, with_kwargs=True),
             host.register_forward_hook(self._leave, always_call=True),
         ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PaddingHooks:
+        return _idle_hooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _idle_hooks, ()
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -46,17 +57,32 @@ class PaddingHooks:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._alive:
+            return
         stack = ExitStack()
         # Pushed first: the closing hook runs even where reading the mask raises.
-        self._open.append(stack)
+        self._open.stacks.append(stack)
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         mask_BS = token_mask(given)
         if mask_BS is not None:
             stack.enter_context(padding(mask_BS))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._open:
-            self._open.pop().close()
+        if self._alive and self._open.stacks:
+            self._open.stacks.pop().close()
+
+
+class _OpenForwards(threading.local):
+    """Forwards in progress, of each thread: masks are context-local, and so must be what takes them back."""
+
+    def __init__(self) -> None:
+        self.stacks: list[ExitStack] = []
+
+
+def _idle_hooks() -> PaddingHooks:
+    hooks = PaddingHooks.__new__(PaddingHooks)
+    hooks._alive = False
+    return hooks
 
 
 def token_mask(given: dict[str, Any]) -> torch.Tensor | None:
