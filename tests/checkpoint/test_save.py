@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 
 from lrmoe.checkpoint import Manifest, find_steps, open_checkpoint, open_latest, save
 from lrmoe.errors import CheckpointError
-from tests.checkpoint.common import content
+from tests.checkpoint.common import content, truncate
 from tests.distributed.pool import Pool
 
 
@@ -42,6 +43,27 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
 
 
+def test_bad_folders_neither_count_nor_cost_the_good_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, content(step))
+    truncate(save(tmp_path, 9, content(9), keep_last=3) / "dense.safetensors")
+    (tmp_path / "step-00000010").mkdir()
+    with caplog.at_level(logging.WARNING):
+        save(tmp_path, 3, content(3), keep_last=2)
+    assert find_steps(tmp_path) == [2, 3, 9, 10]
+    assert "step-00000009 is not usable and left as it is" in caplog.text
+    assert open_latest(tmp_path).state["step"] == 3
+
+
+def test_the_one_just_written_and_protected_ones_stay(tmp_path: Path) -> None:
+    for step in (1, 8, 9):
+        save(tmp_path, step, content(step), keep_last=3)
+    save(tmp_path, 2, content(2), keep_last=1, protect=(1,))
+    assert find_steps(tmp_path) == [1, 2, 9]
+
+
 def test_the_same_step_may_be_written_again(tmp_path: Path) -> None:
     save(tmp_path, 1, content(1))
     save(tmp_path, 1, content(5))
@@ -50,9 +72,9 @@ def test_the_same_step_may_be_written_again(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_left_is_not_seen_and_is_replaced(tmp_path: Path) -> None:
-    left = tmp_path / ".partial-step-00000001"
-    left.mkdir()
-    (left / "dense.safetensors").write_bytes(b"half")
+    for name in (".partial-step-00000001", ".partial-step-00000007", ".removed-step-00000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "dense.safetensors").write_bytes(b"half")
     assert find_steps(tmp_path) == []
     save(tmp_path, 1, content(1))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lrmoe.checkpoint import find_steps
 from lrmoe.errors import CheckpointError
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
-from lrmoe.training.state import reshard
+from lrmoe.training.state import checkpoint_root, reshard
 from tests.distributed.pool import Pool
 from tests.training.tiny import float64_model, local_state, tiny_config, whole_state
 
@@ -112,6 +113,19 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path: Path) -> None:
     data[-1] ^= 1
     shard.write_bytes(data)
     assert Trainer(config).resume() == 1
+
+
+def test_the_checkpoint_resumed_from_stays(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, train={"keep_last": 1})
+    trainer = Trainer(config)
+    trainer.step()
+    trainer.save()
+    again = Trainer(config)
+    again.resume()
+    for _ in range(2):
+        again.step()
+        again.save()
+    assert find_steps(checkpoint_root(again)) == [1, 3]
 
 
 def test_another_corpus_or_model_is_refused(tmp_path: Path) -> None:

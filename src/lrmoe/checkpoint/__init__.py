@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lrmoe.checkpoint.agree import agreed, gathered
 from lrmoe.checkpoint.load import Checkpoint, find_steps, open_checkpoint, open_latest
-from lrmoe.checkpoint.manifest import Manifest, verify
+from lrmoe.checkpoint.manifest import Manifest, folder_of, verify
 from lrmoe.checkpoint.save import Content, ExpertTensor, save
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Manifest",
     "agreed",
     "find_steps",
+    "folder_of",
     "gathered",
     "open_checkpoint",
     "open_latest",

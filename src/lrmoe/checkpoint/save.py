@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,21 @@ from safetensors.torch import save_file
 
 from lrmoe.checkpoint.agree import gathered, rank_of, size_of
 from lrmoe.checkpoint.load import find_steps
-from lrmoe.checkpoint.manifest import DENSE, STATE, FileEntry, Manifest, describe, folder_of, sync, write_json
+from lrmoe.checkpoint.manifest import (
+    DENSE,
+    STATE,
+    FileEntry,
+    Manifest,
+    check_sizes,
+    describe,
+    folder_of,
+    sync,
+    write_json,
+)
 from lrmoe.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+UNFINISHED = ".partial-*", ".replaced-*", ".removed-*"  # a run that is killed may leave them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +67,19 @@ def expert_key(key: str, expert: int) -> str:
 
 
 def save(
-    root: Path, step: int, content: Content, *, group: dist.ProcessGroup | None = None, keep_last: int = 2
+    root: Path,
+    step: int,
+    content: Content,
+    *,
+    group: dist.ProcessGroup | None = None,
+    keep_last: int = 2,
+    protect: Collection[int] = (),
 ) -> Path:
     """Write root/step-<step> and remove all but the newest `keep_last`; every rank of the group calls it.
 
     The folder appears under its name by one rename, after every file of every rank is on the disk. The ranks must share
-    the file system.
+    the file system. `step` and the steps in `protect` are never removed; folders that are no usable checkpoints are
+    left where they are, do not count, and are named in a warning.
 
     Raises:
         CheckpointError: some rank could not write; raised on every rank, and older checkpoints are untouched.
@@ -66,7 +87,7 @@ def save(
     rank, world_size = rank_of(group), size_of(group)
     final = folder_of(root, step)
     partial = root / f".partial-{final.name}"
-    gathered(group, lambda: _prepare(partial) if rank == 0 else None)
+    gathered(group, lambda: _prepare(root, partial) if rank == 0 else None)
     try:
         entries = gathered(group, lambda: _checked(_write_rank, partial, content, rank, world_size))
         files = tuple(entry for part in entries for entry in part)
@@ -76,12 +97,14 @@ def save(
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # gone already when all went well
     if rank == 0:
-        _prune(root, keep_last)
+        _prune(root, keep_last, {step, *protect})
     return final
 
 
-def _prepare(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
+def _prepare(root: Path, partial: Path) -> None:
+    for pattern in UNFINISHED:
+        for left in root.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -141,6 +164,24 @@ def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _prune(root: Path, keep_last: int) -> None:
-    for step in find_steps(root)[:-keep_last]:
-        shutil.rmtree(folder_of(root, step), ignore_errors=True)
+def _prune(root: Path, keep_last: int, keep: Collection[int]) -> None:
+    usable = []
+    for step in find_steps(root):
+        try:
+            check_sizes(folder_of(root, step))
+            usable.append(step)
+        except CheckpointError as error:
+            log.warning("%s is not usable and left as it is: %s", folder_of(root, step), error)
+    for step in usable[:-keep_last]:
+        if step not in keep:
+            _remove(folder_of(root, step))
+
+
+def _remove(folder: Path) -> None:
+    """Out of sight first: a checkpoint is whole as long as it has its name."""
+    hidden = folder.with_name(f".removed-{folder.name}")
+    try:
+        folder.rename(hidden)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", folder, error)
+    shutil.rmtree(hidden, ignore_errors=True)

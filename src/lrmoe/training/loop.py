@@ -70,6 +70,7 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, config.optim, config.train.steps)
         self.steps_done = 0
         self.steps_skipped = 0
+        self.resumed_from: int | None = None  # step of the checkpoint, which pruning spares
         self.totals = Totals()
         self.parameters.zero_grad()
 

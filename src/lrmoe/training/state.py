@@ -45,6 +45,7 @@ def save_trainer(trainer: Trainer) -> Path:
         content,
         group=trainer.group,
         keep_last=trainer.config.train.keep_last,
+        protect=() if trainer.resumed_from is None else (trainer.resumed_from,),
     )
 
 
@@ -55,6 +56,7 @@ def load_trainer(trainer: Trainer) -> int:
     agreed(trainer.group, lambda: _read_tensors(trainer, checkpoint))
     state = checkpoint.state
     trainer.steps_done, trainer.steps_skipped = state["steps_done"], state["steps_skipped"]
+    trainer.resumed_from = trainer.steps_done
     trainer.totals = Totals(**state["totals"])
     trainer.handle.load_state_dict(reshard(state["layers_by_rank"], trainer.rank, trainer.world_size))
     trainer.parameters.publish()
