@@ -138,7 +138,7 @@ def _phase_caption(run: Run) -> str:
         for system in run.systems
         if (wall := system.number("moe_time_wall_s"))
     ]
-    if run.kind == "train":
+    if run.kind != "compare" and not run.summary.get("link_bytes_per_s"):
         return text
     return f"{text} {critical_path(run)} Wall, whole run: {', '.join(walls)}."
 

@@ -78,7 +78,7 @@ def _loss_range(run: Run) -> dict[str, Any]:
 
 
 def _loss_traces(run: Run, system: SystemRun, x: Sequence[float]) -> list[dict[str, Any]]:
-    stroke = {"color": colour(run, system), "width": 2.5}
+    stroke = {"color": colour(run, system), "width": 2.5, "dash": system.dash}
     name = label(system.name)
     common = {"type": "scatter", "x": list(x), "name": name, "legendgroup": name}
     traces: list[dict[str, Any]] = [
@@ -86,7 +86,7 @@ def _loss_traces(run: Run, system: SystemRun, x: Sequence[float]) -> list[dict[s
             **common,
             "y": list(system.series.loss),
             "mode": "lines",
-            "line": {**stroke, "width": 1.25},
+            "line": {**stroke, "width": 1.25, "dash": "solid"},
             "opacity": 0.55,
         }
         | {"showlegend": False, "hoverinfo": "skip"},
@@ -95,17 +95,18 @@ def _loss_traces(run: Run, system: SystemRun, x: Sequence[float]) -> list[dict[s
     if system.figures.get("reached") and x:
         end = {"x": [x[-1]], "y": [system.series.smoothed[-1]], "mode": "markers", "showlegend": False}
         traces.append({**common, **end, "marker": {"color": colour(run, system), "size": 9}})
-    return traces + _eval_traces(system, common)
+    return traces + _eval_traces(run, system, common)
 
 
-def _eval_traces(system: SystemRun, common: dict[str, Any]) -> list[dict[str, Any]]:
+def _eval_traces(run: Run, system: SystemRun, common: dict[str, Any]) -> list[dict[str, Any]]:
     """Losses on held-out text, where there are any, as marked points."""
     losses = system.series.eval_loss
     points = [(x, y) for x, y in zip(common["x"], losses, strict=bool(losses)) if y is not None]
     if not points:
         return []
     name = f"{common['name']}, held-out text"
-    style = {"mode": "lines+markers", "line": {"color": "var(--series-2)", "width": 1.5, "dash": "dot"}}
+    shade = colour(run, system) if len(run.systems) > 1 else "var(--series-2)"
+    style = {"mode": "lines+markers", "line": {"color": shade, "width": 1.5, "dash": "dot"}}
     xs, ys = ([point[i] for point in points] for i in (0, 1))
     return [{**common, **style, "name": name, "x": xs, "y": ys, "marker": {"size": 7, "symbol": "diamond"}}]
 
@@ -144,33 +145,52 @@ def _loss_label(run: Run, title: str) -> str:
 
 
 def peaks(run: Run) -> Plot | None:
-    """Most loaded rank over the mean load, step by step, where rows per rank are not known."""
+    """Most loaded rank over the mean load, step by step; a comparison's own page shows rows per rank instead."""
     systems = [system for system in run.systems if system.series.forward_peak]
-    if not systems:
+    if not systems or run.kind == "compare":
         return None
-    sides = (("forward", "var(--forward)", "forward_peak"), ("backward", "var(--backward)", "backward_peak"))
     traces = [
-        {"type": "scatter", "mode": "lines", "name": name, "x": list(system.series.step)}
-        | {"y": list(getattr(system.series, part))}
-        | {"line": {"color": fill, "width": 2.5, "shape": "hv"}}
-        for system in systems
-        for name, fill, part in sides
+        _peak_trace(system, side, len(systems) > 1) for system in systems for side in ("forward", "backward")
     ]
-    rows = [(name, *_range(getattr(s.series, part))) for s in systems for name, _, part in sides]
-    ends = "; ".join(f"{row[0]} at most {row[3]}" for row in rows)
+    rows = [
+        (system.name, side, *_range(getattr(system.series, f"{side}_peak")))
+        for system in systems
+        for side in ("forward", "backward")
+    ]
+    ends = "; ".join(f"{row[0]} {row[1]} at most {row[4]}" for row in rows)
     return Plot(
         name="peaks",
         title="Peak load, forward and backward",
-        caption="Rows of the most loaded rank over the mean load of the complete call, worst layer of the step.",
+        caption="Rows of the most loaded rank over the mean load of the complete call, worst layer of the step."
+        + (" Thin and dotted: forward." if len(systems) > 1 else ""),
         label=f"Peak over mean load: {ends}",
         traces=traces,
         layout={
             "xaxis": {"title": "optimizer step", "rangemode": "tozero"},
             "yaxis": {"title": "peak / mean", "rangemode": "tozero"},
         },
-        table=Table(title="Peak over mean load", columns=("pass", "mean", "least", "most"), rows=rows),
+        table=Table(title="Peak over mean load", columns=("run", "pass", "mean", "least", "most"), rows=rows),
         height=260,
     )
+
+
+def _peak_trace(system: SystemRun, side: str, several: bool) -> dict[str, Any]:
+    """One side of one system: by colour of the side, or of the system where there are several."""
+    stroke: dict[str, Any] = {"color": f"var(--{side})", "width": 2.5, "shape": "hv"}
+    name = side
+    if several:
+        name = f"{label(system.name)}, {side}"
+        thin = {"width": 1.25, "dash": "dot"} if side == "forward" else {"dash": system.dash}
+        stroke |= {"color": system.colour, **thin}
+    y = list(getattr(system.series, f"{side}_peak"))
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": list(system.series.step),
+        "y": y,
+        "line": stroke,
+    }
 
 
 def _range(values: Sequence[float]) -> tuple[str, str, str]:
@@ -186,7 +206,7 @@ def kept(run: Run) -> Plot | None:
         {"type": "scatter", "mode": "lines", "name": label(system.name), "x": list(system.series.step)}
         | {
             "y": list(system.series.kept_share),
-            "line": {"color": colour(run, system), "width": 2.5, "shape": "hv"},
+            "line": {"color": colour(run, system), "width": 2.5, "shape": "hv", "dash": system.dash},
         }
         for system in systems
     ]

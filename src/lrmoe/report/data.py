@@ -20,10 +20,11 @@ class Series:
         smoothed: smoothed loss, None while the window fills.
         eval_loss: loss on held-out text, None at steps without an evaluation.
         critical_s: MoE-layer time so far, critical path, in seconds; empty where no link speed is stated.
+        critical_bytes: bytes so far that `critical_s` puts on the link; empty where it is.
         wall_s: MoE-layer time so far, wall, in seconds.
         kept_share: share of pairs that backward kept.
-        forward_peak, backward_peak: rows of the most loaded rank over the mean load, worst layer; empty where rows
-            per rank are known instead.
+        forward_peak, backward_peak: rows of the most loaded rank over the mean load, worst layer; empty where
+            unknown.
     """
 
     step: tuple[int, ...] = ()
@@ -31,6 +32,7 @@ class Series:
     smoothed: tuple[float | None, ...] = ()
     eval_loss: tuple[float | None, ...] = ()
     critical_s: tuple[float, ...] = ()
+    critical_bytes: tuple[float, ...] = ()
     wall_s: tuple[float, ...] = ()
     kept_share: tuple[float | None, ...] = ()
     forward_peak: tuple[float, ...] = ()
@@ -68,6 +70,7 @@ class SystemRun:
         loads: rows per rank, one entry per layer.
         phase_ms: per phase, milliseconds of a layer call on the slowest rank; "wire" is bytes over the link.
         config: the LRMoEConfig it ran with.
+        colour, dash: how curves are drawn; an empty colour is the plots' own choice.
     """
 
     name: str
@@ -76,6 +79,8 @@ class SystemRun:
     loads: tuple[LayerRows, ...] = ()
     phase_ms: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    colour: str = ""
+    dash: str = "solid"
 
     def number(self, name: str) -> float | None:
         """A finite figure of the summary, or None."""
@@ -90,7 +95,7 @@ class Run:
 
     Attributes:
         name: the folder's name.
-        kind: "compare", "train" or "simulate".
+        kind: "compare", "train" or "simulate"; "pair" is two of the first two in one.
         summary: summary.json as it is.
         config: the resolved configuration, tables of config.toml.
         systems: what ran.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from lrmoe.errors import ConfigError, require_extra
-from lrmoe.report import simulation, simulation_plots, tables
+from lrmoe.report import pair, simulation, simulation_pair, simulation_plots, tables
 from lrmoe.report.bars import load, phases
 from lrmoe.report.curves import kept, loss_against_steps, loss_against_time, peaks
 from lrmoe.report.data import Run, SystemRun
@@ -20,10 +20,11 @@ from lrmoe.report.plot import Plot
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One run on the page: its sentence, tiles, plots and tables."""
+    """One run on the page, or two side by side: the sentence, tiles, plots and tables."""
 
     anchor: str
-    run: Run
+    kicker: str
+    title: str
     verdict: str
     tiles: Sequence[tuple[str, str, str]]
     headline: tables.Table
@@ -41,10 +42,10 @@ def check_installed() -> None:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page of one or two runs.
+    """The page of one run, or of two side by side.
 
     Raises:
-        ConfigError: no run, or more than two.
+        ConfigError: no run, more than two, or two of which only one is a simulation.
         MissingExtraError: jinja2 or plotly is not installed.
     """
     if not 1 <= len(runs) <= 2:
@@ -53,11 +54,11 @@ def render(runs: Sequence[Run]) -> str:
     env = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    sections = [_section(run, f"run{i}") for i, run in enumerate(runs)]
+    sections = _sections(runs)
     # Markup is text of this package or escaped by _script_json; everything that a run names goes through autoescape.
     return str(
         env.from_string(_asset("report.html.j2")).render(
-            title=" and ".join(run.name for run in runs),
+            title=" and ".join(section.title for section in sections),
             sections=sections,
             css=env.filters["safe"](_asset("report.css")),
             js=env.filters["safe"](_asset("report.js")),
@@ -101,15 +102,67 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _section(run: Run, anchor: str) -> Section:
-    return _simulated(run, anchor) if run.kind == "simulate" else _trained(run, anchor)
+def _sections(runs: Sequence[Run]) -> list[Section]:
+    if len(runs) == 2:
+        simulated = all(run.kind == "simulate" for run in runs)
+        return [_simulated_pair(*runs) if simulated else _paired(pair.pair(*runs))]
+    (run,) = runs
+    return [_simulated(run, "run0") if run.kind == "simulate" else _trained(run, "run0")]
+
+
+def _paired(both: pair.Pair) -> Section:
+    first, *others = pair.headlines(both)
+    details = [
+        replace(tables.settings(run), title=f"Configuration of {title}")
+        for title, run in zip(both.titles, both.runs, strict=True)
+    ]
+    differences = pair.differences(both)
+    return Section(
+        anchor="pair",
+        kicker="lrmoe report, two runs",
+        title=both.both.name,
+        verdict=pair.verdict(both),
+        tiles=[],
+        headline=first,
+        further=[*others, *([differences] if differences.rows else [])],
+        plots=plots(both.both),
+        fairness=None,
+        method=pair.method(both),
+        details=[table for table in details if table.rows],
+    )
+
+
+def _simulated_pair(left: Run, right: Run) -> Section:
+    titles = pair.call(left, right)
+    first, *others = simulation_pair.tables(left, right, titles)
+    details = [
+        replace(table, title=f"{table.title} ({title})")
+        for title, run in zip(titles, (left, right), strict=True)
+        for table in (*simulation.tables(run), simulation.fairness(run))
+    ]
+    return Section(
+        anchor="pair",
+        kicker="lrmoe report, two simulations",
+        title=" and ".join(titles),
+        verdict=simulation_pair.verdict(left, right, titles),
+        tiles=[],
+        headline=first,
+        further=[table for table in others if table.rows],
+        plots=simulation_pair.plots(left, right, titles),
+        fairness=None,
+        method=" ".join(
+            f"{title}: {simulation.method(run)}" for title, run in zip(titles, (left, right), strict=True)
+        ),
+        details=details,
+    )
 
 
 def _simulated(run: Run, anchor: str) -> Section:
     first, *others = simulation.tables(run)
     return Section(
         anchor=anchor,
-        run=run,
+        kicker=f"lrmoe {run.kind}",
+        title=run.name,
         verdict=simulation.verdict(run),
         tiles=[],
         headline=first,
@@ -128,7 +181,8 @@ def _trained(run: Run, anchor: str) -> Section:
     fairness = tables.fairness(run)
     return Section(
         anchor=anchor,
-        run=run,
+        kicker=f"lrmoe {run.kind}",
+        title=run.name,
         verdict=verdict(run),
         tiles=tiles(run),
         headline=tables.headline(run),
@@ -141,7 +195,8 @@ def _trained(run: Run, anchor: str) -> Section:
 
 def plots(run: Run) -> list[Plot]:
     """All plots that the run has data for, in the page's order."""
-    made = (draw(run) for draw in (loss_against_time, loss_against_steps, load, peaks, phases, kept))
+    bars = () if run.kind == "pair" else (load,)
+    made = (draw(run) for draw in (loss_against_time, loss_against_steps, *bars, peaks, phases, kept))
     return [plot for plot in made if plot is not None]
 
 

@@ -112,14 +112,23 @@ def _compare_systems(summary: Mapping[str, Any], lines: Sequence[_Line]) -> tupl
 
 def _compare_series(lines: Sequence[_Line], link: float | None) -> Series:
     critical = [_critical_s(line, link) for line in lines] if link else []
+    known = all(line.get("loads") for line in lines)
     return Series(
         step=tuple(int(line["step"]) for line in lines),
         loss=tuple(line.get("loss") for line in lines),
         smoothed=tuple(line.get("smoothed_loss") for line in lines),
         critical_s=tuple(accumulate(critical)),
+        critical_bytes=tuple(accumulate(float(line["critical_bytes"]) for line in lines)) if link else (),
         wall_s=tuple(accumulate(float(line["wall_s"]) for line in lines)),
         kept_share=tuple(line.get("kept_share") for line in lines),
+        forward_peak=tuple(_peak(line, "forward_R") for line in lines) if known else (),
+        backward_peak=tuple(_peak(line, "backward_R") for line in lines) if known else (),
     )
+
+
+def _peak(line: _Line, side: str) -> float:
+    """Rows of the most loaded rank over the mean of the complete forward, worst layer."""
+    return float(max(max(e[side]) * len(e["forward_R"]) / max(1, sum(e["forward_R"])) for e in line["loads"]))
 
 
 def _critical_s(line: _Line, link: float) -> float:

@@ -46,7 +46,9 @@ def label(text: str) -> str:
 
 
 def colour(run: Run, system: SystemRun) -> str:
-    """The baseline is always grey; the others take the series colours in order."""
+    """The baseline is always grey; the others take the series colours in order; a system's own colour goes first."""
+    if system.colour:
+        return system.colour
     if system.name == BASELINE:
         return "var(--series-0)"
     others = [s for s in run.systems if s.name != BASELINE]

@@ -130,11 +130,15 @@ _TRAIN: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("bytes on the wire", "wire_bytes", size),
     ("layer buffers, peak of a rank", "buffer_peak_bytes", size),
 )
-_TRAIN_NOTE = (
+PEAK_NOTE = (
     "Peak / mean load: rows of the most loaded rank over the mean load with nothing dropped, worst layer, mean over "
-    "steps. Of a resumed run, times, bytes and the kept share are those since it was resumed."
+    "steps."
+)
+_TRAIN_NOTE = PEAK_NOTE + (
+    " Of a resumed run, times, bytes and the kept share are those since it was resumed."
 )
 _HEADLINE_NOTE = "Rows of the fullest rank: mean over layer calls, exact warm-up steps included."
+FIGURES = (*_TRAIN, *(row for row in _HEADLINE if row[1] not in {name for _, name, _ in _TRAIN}))
 _COMPARED = frozenset(name for _, name, _ in _HEADLINE) - {"kept_share", "final_loss"}
 
 
@@ -185,7 +189,7 @@ def _train_headline(run: Run) -> Table:
 
 def train_summary(run: Run) -> Table:
     """summary.json of a training run as it is, under its own names."""
-    rows = [(name, _plain(value)) for name, value in run.summary.items() if _is_plain(value)]
+    rows = [(name, plain(value)) for name, value in run.summary.items() if _is_plain(value)]
     return Table(title="summary.json", columns=("figure", "value"), rows=rows, text=True)
 
 
@@ -196,7 +200,7 @@ def fairness(run: Run) -> Table:
     return Table(
         title="Fairness: what each system was given",
         columns=("", *(system.name for system in run.systems)),
-        rows=[(key.replace("_", " "), *(_plain(entry.get(key)) for entry in given)) for key in keys],
+        rows=[(key.replace("_", " "), *(plain(entry.get(key)) for entry in given)) for key in keys],
         note="Same seed, data and initial weights; steps interleaved in the same processes, each leading in turn.",
         text=True,
     )
@@ -205,7 +209,7 @@ def fairness(run: Run) -> Table:
 def settings(run: Run) -> Table:
     """The resolved configuration, one row per field; a row says which systems differ."""
     rows = [
-        (f"{table}.{key}", _plain(value))
+        (f"{table}.{key}", plain(value))
         for table, fields in run.config.items()
         for key, value in _items(fields)
     ]
@@ -215,7 +219,7 @@ def settings(run: Run) -> Table:
 def system_settings(run: Run) -> Table:
     """Every field of each system's LRMoEConfig."""
     names = {key: None for system in run.systems for key in system.config}
-    rows = [(name, *(_plain(system.config.get(name)) for system in run.systems)) for name in names]
+    rows = [(name, *(plain(system.config.get(name)) for system in run.systems)) for name in names]
     return Table(title="LRMoEConfig", columns=("field", *(s.name for s in run.systems)), rows=rows, text=True)
 
 
@@ -228,7 +232,7 @@ def environment(run: Run) -> Table:
 def _flatten(name: str, value: Any) -> list[tuple[str, str]]:
     if isinstance(value, Mapping):
         return [row for key, inner in value.items() for row in _flatten(f"{name}.{key}", inner)]
-    return [(name, _plain(value))]
+    return [(name, plain(value))]
 
 
 def _items(fields: Any) -> Sequence[tuple[str, Any]]:
@@ -239,7 +243,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A value of a configuration or summary as text."""
     if value is None:
         return "-"
     if isinstance(value, bool):
