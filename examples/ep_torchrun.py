@@ -9,6 +9,7 @@ only those; everything else is sharded by FSDP2. Every rank has its own batch.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 
 import torch
@@ -58,6 +59,12 @@ def start() -> tuple[int, int, torch.device]:
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        sys.stderr.write(
+            "This example needs several processes. Start it with\n\n"
+            "    torchrun --nproc_per_node 2 examples/ep_torchrun.py\n"
+        )
+        sys.exit(2)
     rank, ranks, device = start()
     shared = [tempfile.mkdtemp(prefix="lrmoe-example-") if rank == 0 else ""]
     if rank == 0:
