@@ -75,7 +75,10 @@ def test_comparisons_meet_system_by_system(tmp_path: Path) -> None:
     rows = {row[0]: row[3] for row in tables[0].rows}
     assert rows["MoE-layer time, critical path (modelled link)"] == "1.000"
     assert "Both reached loss 2.3" in pair.verdict(both)
-    assert len(html.plots(both.both)) == 5
+    plots = {plot.name: plot for plot in html.plots(both.both)}
+    assert len(plots) == 5
+    shown = [trace["name"] for trace in plots["peaks"].traces]
+    assert shown == [f"{system.name}, backward" for system in both.both.systems], "eight lines are too many"
 
 
 def test_critical_paths_are_put_on_one_link_before_they_are_compared(tmp_path: Path) -> None:

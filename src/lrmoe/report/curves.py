@@ -149,9 +149,8 @@ def peaks(run: Run) -> Plot | None:
     systems = [system for system in run.systems if system.series.forward_peak]
     if not systems or run.kind == "compare":
         return None
-    traces = [
-        _peak_trace(system, side, len(systems) > 1) for system in systems for side in ("forward", "backward")
-    ]
+    shown = ("forward", "backward") if len(systems) <= 2 else ("backward",)
+    traces = [_peak_trace(system, side, len(systems) > 1) for system in systems for side in shown]
     rows = [
         (system.name, side, *_range(getattr(system.series, f"{side}_peak")))
         for system in systems
@@ -160,9 +159,9 @@ def peaks(run: Run) -> Plot | None:
     ends = "; ".join(f"{row[0]} {row[1]} at most {row[4]}" for row in rows)
     return Plot(
         name="peaks",
-        title="Peak load, forward and backward",
+        title=f"Peak load, {' and '.join(shown)}",
         caption="Rows of the most loaded rank over the mean load of the complete call, worst layer of the step."
-        + (" Thin and dotted: forward." if len(systems) > 1 else ""),
+        + (" Thin and dotted: forward." if len(systems) == 2 else ""),
         label=f"Peak over mean load: {ends}",
         traces=traces,
         layout={

@@ -15,7 +15,12 @@
     gridcolor: "var(--rule)", linecolor: "var(--rule)", zerolinecolor: "var(--rule)", dividercolor: "var(--rule)", automargin: true,
     ...given, title: { text: given.title || "", standoff: 8 },
   });
-  const entries = (data) => data.filter((trace) => trace.name && trace.showlegend !== false).length;
+  // Room above the axes for the legend, which wraps on a phone: one entry a line where names are long, else two.
+  const legendRoom = (data) => {
+    const names = data.filter((trace) => trace.name && trace.showlegend !== false).map((trace) => trace.name);
+    if (window.innerWidth >= 640 || names.length < 3) return names.length > 8 ? 64 : 44;
+    return 24 + 20 * (names.some((name) => name.length > 22) ? names.length : Math.ceil(names.length / 2));
+  };
   const layout = (given, data) => {
     const axes = { xaxis: {}, yaxis: {} };
     for (const key of Object.keys(given)) if (/^[xy]axis\d*$/.test(key)) axes[key] = given[key];
@@ -23,7 +28,7 @@
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 13, color: "var(--ink)" },
-      margin: { l: 8, r: 12, t: window.innerWidth < 640 && entries(data) > 2 ? 84 : 44, b: 8 },
+      margin: { l: 8, r: 12, t: legendRoom(data), b: 8 },
       legend: { orientation: "h", x: 0, y: 1, xanchor: "left", yanchor: "top", yref: "container", traceorder: "normal" },
       hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--rule)", font: { color: "var(--ink)" } },
       ...given, ...axes,
