@@ -45,7 +45,7 @@ pytest: $(STAMP)  ## the tests alone; PYTEST_ARGS="-k layer" narrows them
 	@$(RUN) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 demo: $(STAMP)  ## train with and without LRMoE to the same loss, on two CPU processes
-	@$(RUN) $(BIN)/lrmoe compare --preset demo --name demo
+	@$(RUN) $(BIN)/lrmoe compare --preset demo --name demo --overwrite
 	@echo "figures: $(CURDIR)/runs/demo/summary.json"
 	@echo "report:  $(CURDIR)/runs/demo/report.html"
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from lrmoe.errors import (
     UnsupportedError,
     require_extra,
 )
+from lrmoe.training.config import TrainConfig
 from tests.training.tiny import SHAPE, tiny_config
 
 COMMANDS = ("train", "compare", "simulate", "report", "plan")
@@ -167,20 +170,70 @@ def test_train_leaves_its_folder_and_prints_json_only(run: Run, tmp_path: Path) 
     assert 0.7 < figures["train.one.kept_share"]["value"] < 0.9  # one step of three keeps all
 
 
-def test_a_run_is_not_overwritten_but_resumed(run: Run, tmp_path: Path) -> None:
-    options = [*small_run(tmp_path, 2), "--set", "train.checkpoint_every=1"]
+def test_a_run_is_replaced_only_when_asked(run: Run, tmp_path: Path) -> None:
+    options = small_run(tmp_path, 1)
     assert run(*options).code == 0
+    kept = (tmp_path / "run" / "metrics.jsonl").read_text()
     refused = run(*options)
     assert refused.code == 2
+    assert "--overwrite" in refused.err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == kept
+    (tmp_path / "run" / "report.html").write_text("of the first run")
+    assert run(*options, "--steps", "2", "--overwrite").code == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "run" / "report.html").exists()
+    both = run(*options, "--overwrite", "--resume")
+    assert both.code == 2
+    assert "valid: one of them" in both.err
+
+
+def test_checkpoints_are_never_overwritten_but_gone_on_from(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = [*small_run(tmp_path, 3), "--set", "train.checkpoint_every=2", "--set", "optim.lr=0.01"]
+    assert run(*options).code == 0
+    refused = run(*options, "--overwrite")
+    assert refused.code == 2
     assert "--resume" in refused.err
-    done = run(*options, "--steps", "4", "--resume", "--json")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-00000003")  # as if killed after step 3
+    with caplog.at_level(logging.INFO):
+        where = ["--set", f"train.runs={tmp_path}", "--name", "run"]
+        done = run("train", "--resume", *where, "--steps", "4", "--json")
     assert done.code == 0, done.err
+    assert "resumed from step 2" in caplog.messages
+    assert f"{tmp_path / 'run' / 'metrics.jsonl'}: 1 lines after step 2 dropped" in caplog.messages
     assert all(json.loads(line)["context"]["steps"] == 4 for line in done.out.splitlines())
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
-    nothing = run(*small_run(tmp_path), "--name", "new", "--resume")
-    assert nothing.code == 1
-    assert "no checkpoint to resume from" in nothing.err
+    config = TrainConfig.load(tmp_path / "run" / "config.toml")
+    assert (config.optim.lr, config.data.seq_len, config.train.steps) == (0.01, 16, 4), "only --steps changed"
+
+
+def test_resuming_what_is_not_there_creates_nothing(run: Run, tmp_path: Path) -> None:
+    done = run("train", "--resume", "--name", "new", "--set", f"train.runs={tmp_path / 'runs'}")
+    assert done.code == 2
+    assert f"no run {tmp_path / 'runs' / 'new'} to go on with" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.checkpoint=no-such", "no-such"),
+        ("data.path=no-such", "no-such"),
+        ("data.tokenizer=no-such.json", "no-such.json"),
+        ("model.overrides.no_such=1", "no_such"),
+    ],
+)
+def test_a_run_that_cannot_start_leaves_no_folder(run: Run, tmp_path: Path, override: str, said: str) -> None:
+    options = [option for option in small_run(tmp_path) if option]
+    if "checkpoint" in override:
+        options = ["train", "--set", f"train.runs={tmp_path}", "--name", "run"]
+    done = run(*options, "--set", override)
+    assert done.code == 2
+    assert said in done.err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.distributed
@@ -207,5 +260,19 @@ def test_an_error_in_the_processes_keeps_its_code(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert "3 experts cannot be spread evenly over 2 ranks" in done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert "--ep 2: 3 experts cannot be spread evenly over 2 ranks; valid: 1, 3" in last
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.distributed
+def test_a_resumed_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lrmoe.cli", *small_run(tmp_path, 1)]
+    first = [*command, "--ep", "2", "--set", "train.checkpoint_every=1"]
+    again = [*command, "--steps", "2", "--resume", "--json"]
+    for arguments in (first, again):
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "resumed from step 1" in done.stderr.splitlines()
+    assert {json.loads(line)["context"]["world_size"] for line in done.stdout.splitlines()} == {2}

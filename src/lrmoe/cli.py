@@ -11,12 +11,15 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import lrmoe
 from lrmoe.errors import ConfigError, InfeasibleError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lrmoe.training.config import TrainConfig
 
 app = typer.Typer(
     name="lrmoe",
@@ -42,6 +45,9 @@ AsJson = Annotated[
 Ranks = Annotated[
     int | None,
     typer.Option("--ep", min=1, metavar="N", help="Ranks that share the experts, as local processes."),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an earlier run of the same name; never its checkpoints.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="On an error, print the traceback as well.")]
 
@@ -70,8 +76,14 @@ def train(
     overrides: Overrides = None,
     ep: Ranks = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest usable checkpoint of the run.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest usable checkpoint of the run, with its own config.toml; options given here "
+            "change that.",
+        ),
     ] = False,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -80,12 +92,10 @@ def train(
     Writes runs/<name>/: config.toml, metrics.jsonl, summary.json, checkpoints/. Under torchrun the ranks it started
     share the experts; otherwise --ep N starts N local CPU processes.
     """
-    from lrmoe.training.config import TrainConfig
-
     options = {"model.preset": preset, "train.steps": steps, "train.name": name}
     given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
-    settings = TrainConfig.load(config, [*(overrides or []), *given])
-    summary = _train(settings.to_dict(), resume, ep)
+    settings = _settings(config, [*(overrides or []), *given], resume, overwrite)
+    summary = _train(settings, ep, resume, overwrite)
     if summary is None:
         return
     if as_json:
@@ -97,7 +107,19 @@ def train(
         typer.echo(_describe(summary), err=True)
 
 
-def _train(settings: dict[str, Any], resume: bool, ep: int | None) -> Mapping[str, Any] | None:
+def _settings(config: Path | None, overrides: list[str], resume: bool, overwrite: bool) -> TrainConfig:
+    if resume and overwrite:
+        raise ConfigError("--overwrite with --resume: a run is replaced or gone on with; valid: one of them")
+    if resume:
+        from lrmoe.training.resume import resumed_config
+
+        return resumed_config(config, overrides)
+    from lrmoe.training.config import TrainConfig
+
+    return TrainConfig.load(config, overrides)
+
+
+def _train(settings: TrainConfig, ep: int | None, resume: bool, overwrite: bool) -> Mapping[str, Any] | None:
     """Train where torchrun put this process, alone, or in new processes; None on ranks that have nothing to say."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if ep is not None and ep != int(os.environ["WORLD_SIZE"]):
@@ -106,21 +128,29 @@ def _train(settings: dict[str, Any], resume: bool, ep: int | None) -> Mapping[st
             )
         from lrmoe.training.run import run_rank
 
-        summary = run_rank(settings, resume, True)
+        summary = run_rank(settings.to_dict(), resume, True, overwrite)
         return summary if os.environ["RANK"] == "0" else None
+    if resume and ep is None:
+        from lrmoe.training.resume import ranks_saved
+
+        ep = ranks_saved(settings)
     if ep is None or ep == 1:
         from lrmoe.training.run import run_rank
 
-        return run_rank(settings, resume, True)
+        return run_rank(settings.to_dict(), resume, True, overwrite)
+    return _train_locally(settings, ep, resume, overwrite)
+
+
+def _train_locally(settings: TrainConfig, ep: int, resume: bool, overwrite: bool) -> Mapping[str, Any]:
     from lrmoe.training.launch import run_workers
 
-    if settings["train"]["device"] == "cuda":
+    if settings.train.device == "cuda":
         raise ConfigError(
             f"--ep {ep} with train.device='cuda': start the ranks with torchrun --nproc-per-node {ep}"
         )
-    settings["train"]["device"] = "cpu"
+    tables = settings.replace(train={"device": "cpu"}).to_dict()
     results: list[Mapping[str, Any]] = run_workers(
-        "lrmoe.training.run:run_rank", ep, (settings, resume, True)
+        "lrmoe.training.run:run_rank", ep, (tables, resume, True, overwrite)
     )
     return results[0]
 
@@ -143,6 +173,7 @@ def compare(
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data and selection.")] = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -161,6 +192,7 @@ def compare(
         seed=seed,
         config=config,
         overrides=overrides or [],
+        overwrite=overwrite,
         as_json=as_json,
     )
     raise typer.Exit(code)

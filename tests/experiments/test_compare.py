@@ -88,6 +88,31 @@ def test_both_reach_the_target_and_the_summary_has_every_field(finished: tuple[P
 
 
 @pytest.mark.distributed
+def test_a_finished_comparison_is_not_overwritten_unasked(finished: tuple[Path, int]) -> None:
+    folder, _ = finished
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    options = [f"train.runs={json.dumps(str(folder.parent))}"]
+    with pytest.raises(ConfigError, match=f"{folder} holds an earlier run .*--overwrite"):
+        compare(preset="demo", name="tiny", overrides=options)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.distributed
+def test_a_comparison_that_cannot_start_leaves_no_folder_and_one_that_can_replaces(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "twice"
+    with pytest.raises(ConfigError, match=r"--ep 3: 4 experts .* valid: 1, 2, 4"):
+        compare(preset="demo", name="twice", ep=3, overrides=tiny(tmp_path))
+    assert not folder.exists()
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text("old")
+    (folder / "notes.txt").write_text("mine")
+    overrides = [*tiny(tmp_path), "compare.max_steps=1"]
+    compare(preset="demo", name="twice", systems=["lrmoe"], overrides=overrides, overwrite=True)
+    assert read(folder)[0]["kind"] == "compare"
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.distributed
 def test_systems_start_equal_and_differ_only_in_backward(finished: tuple[Path, int]) -> None:
     summary, lines = read(finished[0])
     first = {line["system"]: line for line in lines if line["step"] == 1}

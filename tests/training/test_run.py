@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.report.load import load_run
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.process import Process
+from lrmoe.training.resume import resumed_config
 from lrmoe.training.run import figures, train
 from tests.training.tiny import CPU, tiny_config
 
@@ -58,3 +61,93 @@ def test_evaluation_losses_are_logged_and_summed_up(tmp_path: Path, caplog: pyte
     assert said == [f"step {step}/3  eval loss {loss:.4f}" for step, loss in losses.items()]
     assert json.loads((config.folder / "summary.json").read_text()) == summary
     assert "train.run.eval_loss" in {line["name"] for line in figures(summary)}
+
+
+def saved(tmp_path: Path) -> TrainConfig:
+    """A run with a checkpoint, in the folder `run`."""
+    config = tiny_config(tmp_path, train={"steps": 1, "checkpoint_every": 1}, optim={"lr": 0.01})
+    run(config)
+    return config
+
+
+def where(tmp_path: Path) -> list[str]:
+    return [f"train.runs={json.dumps(str(tmp_path))}", "train.name=run"]
+
+
+def test_a_resumed_run_starts_from_its_own_configuration(tmp_path: Path) -> None:
+    config = saved(tmp_path)
+    assert resumed_config(None, where(tmp_path)) == config
+    file = tmp_path / "more.toml"
+    file.write_text("[optim]\nlr = 0.02\nclip_norm = 0.5\n[lrmoe]\nseed = 7\n")
+    found = resumed_config(file, [*where(tmp_path), "optim.lr=0.03", "train.steps=9"])
+    assert found == config.replace(
+        optim={"lr": 0.03, "clip_norm": 0.5}, lrmoe={"seed": 7}, train={"steps": 9}
+    )
+
+
+def test_a_moved_run_is_found_where_it_is(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    found = resumed_config(None, [f"train.runs={json.dumps(str(tmp_path))}", "train.name=moved"])
+    assert found.folder == tmp_path / "moved"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.overrides.hidden_size=64", r"model\.overrides\.hidden_size=64: .* has 32"),
+        ("model.overrides.rms_norm_eps=0.1", r"model\.overrides\.rms_norm_eps=0\.1: .* has unset"),
+        ("model.preset=glm4-moe-tiny", r"model\.preset='glm4-moe-tiny': .* has 'qwen3-moe-tiny'"),
+        ("model.checkpoint=elsewhere", r"model\.preset=unset: .* has 'qwen3-moe-tiny'"),
+        ("model=3", "must look like"),
+    ],
+)
+def test_another_model_is_refused_before_anything_is_read(tmp_path: Path, override: str, said: str) -> None:
+    saved(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        resumed_config(None, [*where(tmp_path), override])
+
+
+def test_other_text_is_refused_and_the_configuration_kept(tmp_path: Path) -> None:
+    config = saved(tmp_path)
+    before = (config.folder / "config.toml").read_text()
+    other = tmp_path / "other.txt"
+    other.write_text("other text " * 300)
+    path = config.data.path
+    with pytest.raises(ConfigError, match=re.escape(f"data.path={str(other)!r}: ") + f".* has {path!r}"):
+        run(config.replace(data={"path": str(other)}, train={"steps": 5}), resume=True)
+    with pytest.raises(ConfigError, match=r"data\.held_out=0\.5: .* has 0\.05"):
+        run(config.replace(data={"held_out": 0.5}), resume=True)
+    assert (config.folder / "config.toml").read_text() == before
+    other.write_bytes(Path(str(path)).read_bytes())
+    assert run(config.replace(data={"path": str(other)}), resume=True)["steps"] == 1, "the same text, moved"
+
+
+def test_a_comparison_cannot_be_resumed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("[compare]\nep = 2\n")
+    with pytest.raises(ConfigError, match="holds a comparison"):
+        resumed_config(None, where(tmp_path))
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, train={"steps": 1})
+    run(config)
+    before = {path.name: path.read_bytes() for path in config.folder.iterdir() if path.is_file()}
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        run(config.replace(train={"steps": 2}), resume=True)
+    assert {path.name: path.read_bytes() for path in config.folder.iterdir() if path.is_file()} == before
+
+
+def test_a_folder_that_cannot_be_made_is_named_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = tiny_config(tmp_path, train={"runs": str(tmp_path / "file" / "runs")})
+    with pytest.raises(ConfigError, match=rf"cannot write to .*: {tmp_path / 'file'} is not a directory"):
+        run(config.replace(data={"path": "no-such"}))
+
+
+def test_what_a_failed_start_left_is_no_run(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, train={"steps": 1})
+    config.folder.mkdir()
+    (config.folder / "metrics.jsonl").touch()
+    assert run(config)["steps"] == 1

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lrmoe.checkpoint import find_steps
-from lrmoe.errors import CheckpointError
+from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
 from lrmoe.training.state import checkpoint_root, reshard
@@ -134,8 +134,14 @@ def test_another_corpus_or_model_is_refused(tmp_path: Path) -> None:
     trainer.step()
     trainer.save()
     (tmp_path / "other.txt").write_text("other text " * 300)
-    with pytest.raises(CheckpointError, match="another corpus"):
+    with pytest.raises(ConfigError, match=r"data\.path=.*other\.txt.* has .*corpus\.txt"):
         Trainer(config.replace(data={"path": str(tmp_path / "other.txt")})).resume()
+    corpus = tmp_path / "corpus.txt"
+    text = corpus.read_text()
+    corpus.write_text(text + "edited")
+    with pytest.raises(CheckpointError, match="another corpus"):
+        Trainer(config).resume()
+    corpus.write_text(text)
     wider = {**config.model.overrides, "intermediate_size": 64, "moe_intermediate_size": 24}
     with pytest.raises(CheckpointError, match="has shape"):
         Trainer(config.replace(model={"overrides": wider})).resume()

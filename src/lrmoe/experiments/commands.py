@@ -23,6 +23,7 @@ def compare(
     seed: int | None = None,
     config: Path | None = None,
     overrides: Sequence[str] = (),
+    overwrite: bool = False,
     as_json: bool = False,
 ) -> int:
     """Train under several systems to the same loss, print the tables, write the run's folder and its page.
@@ -36,13 +37,14 @@ def compare(
         target_loss, ep, seed: None keeps what the preset or the file says.
         config: a TOML file with table [compare] and those of a training run.
         overrides: "table.key=value".
+        overwrite: replace an earlier run of the same name.
         as_json: figures to stdout, one JSON object a line, instead of the tables.
 
     Returns:
         0, or 1 where a system did not reach the target.
 
     Raises:
-        ConfigError: a bad value, or an unknown preset or system.
+        ConfigError: a bad value, an unknown preset or system, or a name that is taken.
         LRMoEError: training failed.
     """
     options = {"systems": list(systems) if systems else None, "target_loss": target_loss, "ep": ep}
@@ -53,7 +55,7 @@ def compare(
     if seed is not None:
         train["seed"] = seed
         values.setdefault("lrmoe", {})["seed"] = seed
-    return _run(preset, values, as_json)
+    return _run(preset, values, overwrite, as_json)
 
 
 def _tables(preset: str, config: Path | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -76,7 +78,7 @@ def _announcement(experiment: Experiment) -> str:
     )
 
 
-def _run(preset: str, values: Mapping[str, Any], as_json: bool) -> int:
+def _run(preset: str, values: Mapping[str, Any], overwrite: bool, as_json: bool) -> int:
     from rich.console import Console
 
     from lrmoe.experiments.compare import compare as run
@@ -89,7 +91,7 @@ def _run(preset: str, values: Mapping[str, Any], as_json: bool) -> int:
     html.check_installed()  # before minutes of training, not after
     console = Console(stderr=as_json)
     console.print(_announcement(experiment), markup=False, highlight=False, soft_wrap=True)
-    summary = run(experiment)
+    summary = run(experiment, overwrite=overwrite)
     loaded = load_run(experiment.folder)
     page = html.write([loaded], experiment.folder / "report.html")
     if as_json:

@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from lrmoe.checkpoint import agreed
-from lrmoe.errors import ConfigError, LRMoEError
+from lrmoe.errors import LRMoEError
 from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.cost import LINK_RULE, link_speed, step_cost
 from lrmoe.experiments.lane import Lane
@@ -26,6 +26,7 @@ from lrmoe.experiments.systems import System
 from lrmoe.report.data import BASELINE
 from lrmoe.telemetry.figures import environment
 from lrmoe.training.data import Corpus
+from lrmoe.training.folder import METRICS, SUMMARY, check_free, claim
 from lrmoe.training.launch import run_workers
 from lrmoe.training.loop import Trainer
 from lrmoe.training.traces import TraceLog, about_model, wanted
@@ -35,27 +36,24 @@ _NO_LINK = f"No link speed, so no critical path: it needs {BASELINE}, or compare
 SAME_LOSS = 1e-5  # relative: first losses of systems that started from the same weights and data
 
 
-def compare(experiment: Experiment) -> dict[str, Any]:
+def compare(experiment: Experiment, *, overwrite: bool = False) -> dict[str, Any]:
     """Run a comparison and write its folder: config.toml, metrics.jsonl, trace.parquet, summary.json.
+
+    Args:
+        overwrite: replace an earlier run of the same name.
 
     Returns:
         The summary. A system that does not reach the target within `max_steps` has `reached` false.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or holds an earlier run and `overwrite` is not set.
         LRMoEError: a worker failed.
     """
-    folder = experiment.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        experiment.write(folder / "config.toml")
-    except OSError as error:
-        runs = experiment.train.train.runs
-        raise ConfigError(f"train.runs={runs!r}: cannot write to {folder}: {error}") from error
+    check_free(experiment.train, overwrite=overwrite)
     begin = time.monotonic()
     found = run_workers("lrmoe.experiments.compare:contest", experiment.compare.ep, (experiment,))[0]
     summary = {**_header(experiment), **found, "total_s": time.monotonic() - begin}
-    (folder / "summary.json").write_text(
+    (experiment.folder / SUMMARY).write_text(
         json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8"
     )
     return summary
@@ -84,6 +82,10 @@ def contest(experiment: Experiment) -> dict[str, Any]:
     link = _Link(experiment, lanes)
     with ExitStack() as stack:
         main = dist.get_rank() == 0
+        agreed(
+            dist.group.WORLD,
+            lambda: claim(experiment.train, experiment.write, fresh=True) if main else None,
+        )
         out, progress = _outputs(experiment, lanes, stack) if main else (None, None)
         trace = stack.enter_context(_trace(experiment, racers[0])) if main else None
         for i in range(c.max_steps):
@@ -114,7 +116,7 @@ def _racers(experiment: Experiment) -> list[_Racer]:
 def _outputs(experiment: Experiment, lanes: Sequence[Lane], stack: ExitStack) -> tuple[IO[str], Progress]:
     """metrics.jsonl and the display, on rank 0."""
     c = experiment.compare
-    out = stack.enter_context((experiment.folder / "metrics.jsonl").open("w", encoding="utf-8"))
+    out = stack.enter_context((experiment.folder / METRICS).open("w", encoding="utf-8"))
     every = experiment.train.train.log_every
     progress = Progress(lanes, target_loss=c.target_loss, max_steps=c.max_steps, every=every)
     return out, stack.enter_context(progress)

@@ -230,10 +230,7 @@ class TrainConfig:
         Raises:
             ConfigError: the file cannot be read or parsed, or its content is not valid.
         """
-        values = {} if path is None else read_toml(path)
-        for override in overrides:
-            apply_override(values, override)
-        return cls.from_dict(values)
+        return cls.from_dict(read_tables(path, overrides))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested plain tables; fields that are None are left out, as TOML has no null."""
@@ -272,6 +269,21 @@ TABLES: dict[str, type] = {
     "train": LoopConfig,
     "lrmoe": LRMoEConfig,
 }
+
+
+def read_tables(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables of a TOML file, if one is named, with `table.key=value` overrides applied, later ones last.
+
+    Raises:
+        ConfigError: the file cannot be read, an override cannot be, or a table is not one.
+    """
+    values = {} if path is None else read_toml(path)
+    for override in overrides:
+        apply_override(values, override)
+    for name, table in values.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name}={table!r}: must be a table")
+    return values
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import math
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,8 +136,6 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
         path = folder / "metrics.jsonl"
-        if resume_step is None:
-            shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of an earlier run of the same name
         kept = _lines_until(path, resume_step) if resume_step is not None and path.exists() else []
         self._file: IO[str] = path.open("w", encoding="utf-8")
         self._file.writelines(kept)
@@ -179,7 +176,10 @@ def _finite(value: Any) -> Any:
 
 def _lines_until(path: Path, step: int) -> list[str]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        log.info("%s: %d lines after step %d dropped", path, len(lines) - len(kept), step)
+    return kept
 
 
 class Progress:

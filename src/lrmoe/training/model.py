@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lrmoe.checkpoint.agree import size_of
 from lrmoe.errors import ConfigError, require_extra
 from lrmoe.training.config import ModelConfig
 from lrmoe.training.presets import get_preset
@@ -37,12 +38,22 @@ def build_model(
     """
     hf = require_extra("transformers", "transformers")
     model_config = read_config(config)
+    _check_ranks(model_config, size_of(group))
     if config.checkpoint is not None:
         return _load(Path(config.checkpoint), model_config, device, group).train()
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     _shard(model, group)
     return model.to(device).train()
+
+
+def _check_ranks(config: Any, ranks: int) -> None:
+    experts = getattr(config, "num_local_experts", None)
+    if experts and experts % ranks:
+        valid = [str(n) for n in range(1, experts + 1) if experts % n == 0]
+        raise ConfigError(
+            f"--ep {ranks}: {experts} experts cannot be spread evenly over {ranks} ranks; valid: {', '.join(valid)}"
+        )
 
 
 def read_config(config: ModelConfig) -> Any:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
-from lrmoe.checkpoint import find_steps, gathered
-from lrmoe.errors import ConfigError
+from lrmoe.checkpoint import gathered
 from lrmoe.telemetry import figure
 from lrmoe.training.config import TrainConfig
+from lrmoe.training.folder import SUMMARY, check_free, claim
 from lrmoe.training.loop import Trainer
 from lrmoe.training.metrics import MetricsWriter, Progress
 from lrmoe.training.process import Process, joined
@@ -22,33 +21,46 @@ from lrmoe.training.traces import TraceLog, about_model, wanted
 log = logging.getLogger(__name__)
 
 
-def run_rank(config: dict[str, Any], resume: bool, show_progress: bool) -> dict[str, Any]:
+def run_rank(
+    config: dict[str, Any], resume: bool, show_progress: bool, overwrite: bool = False
+) -> dict[str, Any]:
     """Train on this rank, in whatever group torchrun or the launcher has put it; returns the summary.
 
     Args:
         config: nested tables of TrainConfig.
         resume: go on from the newest usable checkpoint of the run's folder.
         show_progress: a bar or log lines on rank 0.
+        overwrite: replace an earlier run of the same name.
     """
     settings = TrainConfig.from_dict(config)
     with joined(settings.train.device) as process:
         if process.is_main and show_progress:
             logging.basicConfig(level=logging.INFO, format="%(message)s")
-        return train(settings, process, resume=resume, show_progress=show_progress)
+        return train(settings, process, resume=resume, show_progress=show_progress, overwrite=overwrite)
 
 
 def train(
-    config: TrainConfig, process: Process, *, resume: bool = False, show_progress: bool = True
+    config: TrainConfig,
+    process: Process,
+    *,
+    resume: bool = False,
+    show_progress: bool = True,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Train to `config.train.steps`; writes config.toml, metrics.jsonl, trace.parquet, summary.json and checkpoints.
 
+    Nothing is written before model, text and, when resuming, the checkpoint have been loaded.
+
     Raises:
-        ConfigError: something does not fit, or the folder holds checkpoints and `resume` is not set.
+        ConfigError: something does not fit, or the folder holds an earlier run and neither `resume` nor `overwrite` is
+            set; checkpoints are never overwritten.
         CheckpointError: nothing usable to resume from.
     """
-    gathered(process.group, lambda: _claim(config, resume) if process.is_main else None)
+    if not resume:
+        _on_main(process, lambda: check_free(config, overwrite=overwrite))
     trainer = Trainer(config, process.group, device=process.device)
     start = trainer.resume() if resume else 0
+    _on_main(process, lambda: claim(config, config.write, fresh=not resume))
     if process.is_main:
         with (
             MetricsWriter(config.folder, start if resume else None) as writer,
@@ -62,22 +74,13 @@ def train(
         _loop(trainer, None, None, None)
     summary = _summary(trainer)
     if process.is_main:
-        (config.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (config.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
 
 
-def _claim(config: TrainConfig, resume: bool) -> None:
-    folder: Path = config.folder
-    if not resume and find_steps(folder / "checkpoints"):
-        raise ConfigError(
-            f"train.name={config.train.name!r}: {folder} holds checkpoints of an earlier run; pass --resume, choose "
-            "another --name, or remove it"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        config.write(folder / "config.toml")
-    except OSError as error:
-        raise ConfigError(f"train.runs={config.train.runs!r}: cannot write to {folder}: {error}") from error
+def _on_main(process: Process, action: Callable[[], None]) -> None:
+    """Do something on rank 0; its error is everybody's."""
+    gathered(process.group, lambda: action() if process.is_main else None)
 
 
 def _trace(trainer: Trainer, resume_step: int | None) -> AbstractContextManager[TraceLog | None]:

@@ -8,6 +8,7 @@ state.json                       counters, totals, corpus, configuration, contro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, gathered, open_latest, save
 from lrmoe.errors import CheckpointError
+from lrmoe.training.resume import refuse_changes
 from lrmoe.training.totals import Totals
 
 if TYPE_CHECKING:
     from lrmoe.training.loop import Trainer
     from lrmoe.training.optim import Entry
+
+log = logging.getLogger(__name__)
 
 
 def checkpoint_root(trainer: Trainer) -> Path:
@@ -61,6 +65,8 @@ def load_trainer(trainer: Trainer) -> int:
     trainer.handle.load_state_dict(reshard(state["layers_by_rank"], trainer.rank, trainer.world_size))
     trainer.parameters.publish()
     trainer.parameters.zero_grad()
+    if trainer.rank == 0:
+        _announce(trainer, checkpoint)
     return trainer.steps_done
 
 
@@ -109,12 +115,20 @@ def reshard(states: Sequence[Any], rank: int, world_size: int) -> Any:
 
 
 def _check_corpus(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    saved = checkpoint.state["corpus"]
-    if saved["sha256"] != trainer.corpus.fingerprint:
-        raise CheckpointError(
-            f"{checkpoint.folder}: was trained on another corpus ({saved['name']}, SHA-256 {saved['sha256'][:12]}) "
-            f"than the one given ({trainer.corpus.name}, {trainer.corpus.fingerprint[:12]})"
-        )
+    saved, corpus = checkpoint.state["corpus"], trainer.corpus
+    if saved["sha256"] == corpus.fingerprint:
+        return
+    refuse_changes(checkpoint.state["config"]["data"], trainer.config.to_dict()["data"], "data")
+    raise CheckpointError(
+        f"{checkpoint.folder}: was trained on another corpus ({saved['name']}, SHA-256 {saved['sha256'][:12]}) "
+        f"than the one given ({corpus.name}, {corpus.fingerprint[:12]})"
+    )
+
+
+def _announce(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    before, now = checkpoint.manifest.world_size, trainer.world_size
+    ranks = "" if before == now else f", saved by {before} ranks, now {now}"
+    log.info("resumed from step %d%s", trainer.steps_done, ranks)
 
 
 @torch.no_grad()
