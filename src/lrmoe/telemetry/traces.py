@@ -13,6 +13,7 @@ Shape letters: C calls, R ranks, E experts, N rows of the table.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import warnings
@@ -85,7 +86,11 @@ class TraceWriter:
         about: JSON-able, kept in the metadata, for example {"top_k": 8}.
         keep_below: keep the calls of an earlier file with a smaller step (a resumed run).
 
+    Attributes:
+        sizes: ranks and experts of its calls; None before the first.
+
     Raises:
+        ConfigError: the earlier file is no trace, or is cut off or corrupt.
         MissingExtraError: pyarrow is not installed.
     """
 
@@ -96,7 +101,7 @@ class TraceWriter:
         self._path, self._part = path, path.with_name(path.name + ".part")
         self._about = dict(about or {})
         self._out: Any = None
-        self._sizes: tuple[int, int] | None = None
+        self.sizes: tuple[int, int] | None = None
         self._calls: list[tuple[int, int, int, str, IntArray]] = []
         self._rows = 0
         if keep_below is not None and path.exists():
@@ -117,9 +122,9 @@ class TraceWriter:
             ConfigError: its sizes differ from those of the calls before.
         """
         counts = np.asarray(counts_RE, dtype=np.int64)
-        self._sizes = self._sizes or (int(counts.shape[0]), int(counts.shape[1]))
-        if counts.shape != self._sizes:
-            raise ConfigError(f"counts_RE has shape {counts.shape}: the trace holds {self._sizes}")
+        self.sizes = self.sizes or (int(counts.shape[0]), int(counts.shape[1]))
+        if counts.shape != self.sizes:
+            raise ConfigError(f"counts_RE has shape {counts.shape}: the trace holds {self.sizes}")
         self._calls.append((step, micro_batch, layer, system, counts))
         self._rows += counts.size
         if self._rows >= _GROUP_ROWS:
@@ -132,6 +137,15 @@ class TraceWriter:
             self._out.close()
             self._out = None
             self._part.replace(self._path)
+
+    def discard(self) -> None:
+        """Give up: remove what was written; an earlier file stays as it is."""
+        out, self._out = self._out, None
+        self._calls.clear()
+        if out is not None:
+            with contextlib.suppress(Exception):  # it may be what failed
+                out.close()
+        self._part.unlink(missing_ok=True)
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -154,11 +168,11 @@ class TraceWriter:
                 )
 
     def _flush(self) -> None:
-        if not self._calls or self._sizes is None:
+        if not self._calls or self.sizes is None:
             return
         if self._out is None:
             header = json.dumps(
-                {**self._about, "format": FORMAT, "ranks": self._sizes[0], "experts": self._sizes[1]}
+                {**self._about, "format": FORMAT, "ranks": self.sizes[0], "experts": self.sizes[1]}
             )
             schema = self._schema().with_metadata({"lrmoe": header})
             self._out = self._parquet.ParquetWriter(self._part, schema, compression="zstd")
@@ -172,8 +186,8 @@ class TraceWriter:
         return pa.schema([(name, kinds[_WIDTHS.get(name, "int32")]) for name in (*COLUMNS, "system")])
 
     def _table(self) -> Any:
-        assert self._sizes is not None
-        ranks, experts = self._sizes
+        assert self.sizes is not None
+        ranks, experts = self.sizes
         cells = ranks * experts
         heads = np.array([call[:3] for call in self._calls], dtype=np.int64)
         repeated = {name: np.repeat(heads[:, i], cells) for i, name in enumerate(COLUMNS[:3])}
@@ -225,15 +239,7 @@ def read_trace(path: Path, *, system: str | None = None) -> Trace:
             twice, no such system.
         MissingExtraError: pyarrow is not installed.
     """
-    pa, pq = _pyarrow(), _parquet()
-    if not path.is_file():
-        raise ConfigError(f"trace={str(path)!r}: no such file")
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(
-            f"trace={str(path)!r}: not a readable Parquet file ({_first_line(error)})"
-        ) from error
+    table = _table(path)
     missing = [name for name in NEEDED if name not in table.column_names]
     if missing:
         raise ConfigError(
@@ -298,8 +304,19 @@ def _trace(calls: IntArray, counts: IntArray, **fields: Any) -> Trace:
 
 def _systems(path: Path) -> list[str]:
     """Names of the systems in a file, in order of appearance."""
-    table = _parquet().read_table(path, columns=["system"])
-    return list(dict.fromkeys(table.column("system").to_pylist()))
+    return list(dict.fromkeys(_table(path, columns=["system"]).column("system").to_pylist()))
+
+
+def _table(path: Path, columns: Sequence[str] | None = None) -> Any:
+    pa, pq = _pyarrow(), _parquet()
+    if not path.is_file():
+        raise ConfigError(f"trace={str(path)!r}: no such file")
+    try:
+        return pq.read_table(path, columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"trace={str(path)!r}: not a readable Parquet file ({_first_line(error)})"
+        ) from error
 
 
 def _pyarrow() -> Any:
