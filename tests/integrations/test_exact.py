@@ -152,11 +152,17 @@ def test_weights_computed_by_an_adapter():
     assert_same(actual, eager, ids)
 
 
-def test_gradients_in_eval_mode_are_complete():
+def test_gradients_in_eval_mode_are_complete_and_warned_of_once():
     eager, ids = make_model("qwen3", dtype=torch.float64).eval(), make_tokens()
     model = copy.deepcopy(eager)
-    lrmoe_hf.enable(model, PRUNED)
-    assert_same(run(model, ids), eager, ids)
+    handle = lrmoe_hf.enable(model, PRUNED)
+    with torch.no_grad():
+        model(input_ids=ids)
+    with pytest.warns(UserWarning, match=r"evaluation mode.*model\.train\(\)"):
+        actual = run(model, ids)
+    assert_same(actual, eager, ids)
+    assert_same(run(model, ids), eager, ids)  # warnings are errors
+    assert handle.summary()["calls"] == 0
 
 
 def test_autocast_stays_near_the_eager_model():

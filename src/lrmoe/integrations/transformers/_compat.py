@@ -23,7 +23,7 @@ def check_version(version: str) -> None:
         least = ".".join(map(str, MINIMUM))
         raise UnsupportedError(
             f"transformers {version} is installed, lrmoe needs transformers>={least} (tested: {', '.join(TESTED)}): "
-            "pip install -U 'lrmoe[transformers]'"
+            "pip install -U transformers"
         )
 
 
