@@ -85,6 +85,17 @@ def test_lines_are_json_and_resuming_cuts_what_came_after(tmp_path: Path) -> Non
     assert lines[-1]["loss"] == 9.0
 
 
+def test_unreadable_lines_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    bad = [b"{", b"\xff\xfe", b"[1]", b"7", b"{}", b'{"step": "2"}', b"", b"[" * 100_000]
+    path.write_bytes(b"\n".join([b'{"step": 1}', *bad, b'{"step": 2}', b'{"step": 3}', b'{"step": 2']))
+    with caplog.at_level(logging.INFO), MetricsWriter(tmp_path, resume_step=2):
+        pass
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert f"{path}: 9 unreadable lines dropped" in caplog.messages
+    assert f"{path}: 1 lines after step 2 dropped" in caplog.messages
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"step": 1, "loss": float("nan"), "grad_norm": float("inf")})

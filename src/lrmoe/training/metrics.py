@@ -175,11 +175,25 @@ def _finite(value: Any) -> Any:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    if len(kept) < len(lines):
-        log.info("%s: %d lines after step %d dropped", path, len(lines) - len(kept), step)
+    """Whole lines up to `step`; says how many later ones and how many unreadable ones are dropped."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        steps = [(line, _step_of(line)) for line in file]
+    kept = [line for line, found in steps if found is not None and found <= step]
+    bad = sum(found is None for _, found in steps)
+    if bad:
+        log.warning("%s: %d unreadable lines dropped", path, bad)
+    if len(kept) + bad < len(steps):
+        log.info("%s: %d lines after step %d dropped", path, len(steps) - len(kept) - bad, step)
     return kept
+
+
+def _step_of(line: str) -> int | None:
+    """None where it is no line of metrics.jsonl, or only the begin of one."""
+    try:
+        step = json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 class Progress:
