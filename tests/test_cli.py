@@ -170,6 +170,14 @@ def test_train_leaves_its_folder_and_prints_json_only(run: Run, tmp_path: Path) 
     assert 0.7 < figures["train.one.kept_share"]["value"] < 0.9  # one step of three keeps all
 
 
+def test_an_observing_run_ends_with_a_table(run: Run, tmp_path: Path) -> None:
+    done = run(*small_run(tmp_path, 2), "--set", "lrmoe.observe=true", "--json")
+    assert done.code == 0, done.err
+    table = done.err.split("what backward would have saved")[1].splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["max_drop", "0.1", "0.3", "0.5"]
+    assert all(line.startswith("{") for line in done.out.splitlines())
+
+
 def test_a_run_is_replaced_only_when_asked(run: Run, tmp_path: Path) -> None:
     options = small_run(tmp_path, 1)
     assert run(*options).code == 0

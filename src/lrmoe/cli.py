@@ -105,6 +105,10 @@ def train(
             typer.echo(json.dumps(line))
     else:
         typer.echo(_describe(summary), err=True)
+    if "observed" in summary:
+        from lrmoe.training.observed import observed_table
+
+        typer.echo(observed_table(summary["observed"]), err=True)
 
 
 def _settings(config: Path | None, overrides: list[str], resume: bool, overwrite: bool) -> TrainConfig:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.report.load import load_run
 from lrmoe.training.config import TrainConfig
+from lrmoe.training.observed import observed_table
 from lrmoe.training.process import Process
 from lrmoe.training.resume import resumed_config
 from lrmoe.training.run import figures, train
+from tests.distributed.pool import Pool
 from tests.training.tiny import CPU, tiny_config
 
 ALONE = Process(group=None, device=CPU, rank=0, world_size=1)
@@ -151,3 +154,49 @@ def test_what_a_failed_start_left_is_no_run(tmp_path: Path) -> None:
     config.folder.mkdir()
     (config.folder / "metrics.jsonl").touch()
     assert run(config)["steps"] == 1
+
+
+def test_an_observing_run_says_what_would_have_been_saved(tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path,
+        train={"steps": 2, "checkpoint_every": 2},
+        lrmoe={"observe": True, "max_drop": 0.2, "warmup_steps": 0},
+    )
+    found = run(config)["observed"]
+    assert list(found) == ["0.1", "0.2", "0.3", "0.5"]
+    calls, pairs = 2 * 2, 2 * 16 * 2
+    assert found["0.5"]["rows_saved"] == calls * pairs // 2
+    assert found["0.5"]["backward_peak"] == pytest.approx(0.5)
+    assert found["0.5"]["bytes_saved"] == 0, "one rank sends nothing"
+    variances = [entry["added_variance"] for entry in found.values()]
+    assert variances == sorted(variances)
+    assert 0 < variances[0] < variances[-1] < 1
+    assert (
+        run(config.replace(train={"steps": 3}), resume=True)["observed"]["0.5"]["rows_saved"]
+        == 6 * pairs // 2
+    )
+
+
+def observing(config: TrainConfig) -> dict[str, Any]:
+    rank = dist.get_rank()
+    process = Process(group=dist.group.WORLD, device=CPU, rank=rank, world_size=2)
+    return train(config, process, show_progress=False)
+
+
+@pytest.mark.distributed
+def test_observations_of_all_ranks_are_summed(pool2: Pool, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, train={"steps": 2}, lrmoe={"observe": True, "warmup_steps": 0})
+    found = [summary["observed"] for summary in pool2.run(observing, config)]
+    assert found[0] == found[1]
+    half = found[0]["0.5"]
+    assert half["rows_saved"] == 4 * (2 * 2 * 16 * 2) // 2
+    assert half["bytes_saved"] > found[0]["0.1"]["bytes_saved"] > 0
+    assert 0 < half["added_variance"] < 1
+
+
+def test_the_table_of_observations() -> None:
+    entry = {"backward_peak": 1.25, "rows_saved": 12345, "added_variance": 0.0123, "bytes_saved": 1_000_000}
+    lines_ = observed_table({"0.1": entry}).splitlines()
+    assert lines_[1].split("  ")[-1] == "bytes saved"
+    assert lines_[2].split() == ["0.1", "1.250", "12,345", "1.23%", "1,000,000"]
+    assert len(lines_[1]) == len(lines_[2])

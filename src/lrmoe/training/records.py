@@ -33,26 +33,27 @@ def gather_records(
     """
     if size_of(group) == 1:
         return [list(records)]
-    rows = torch.tensor([_encode(r) for r in records], dtype=torch.float64, device=device)
+    observed = sorted({name for r in records for name in r.observed})  # the same names on all ranks
+    rows = torch.tensor([_encode(r, observed) for r in records], dtype=torch.float64, device=device)
     table = rows.new_empty((size_of(group), *rows.shape))
     dist.all_gather(list(table), rows, group=group)
     by_rank = [
-        [_decode(record, row) for record, row in zip(records, rows_of_rank, strict=True)]
+        [_decode(record, row, observed) for record, row in zip(records, rows_of_rank, strict=True)]
         for rows_of_rank in table.tolist()
     ]
     by_rank[rank_of(group)] = list(records)
     return by_rank
 
 
-def _encode(record: CallRecord) -> list[float]:
+def _encode(record: CallRecord, observed: Sequence[str]) -> list[float]:
     row = [float(getattr(record, name)) for name in _SCALARS]
     for field, names in _TABLES:
         values = getattr(record, field)
         row += [float(values.get(name, 0)) for name in names]
-    return row
+    return row + [record.observed.get(name, 0.0) for name in observed]
 
 
-def _decode(record: CallRecord, row: list[float]) -> CallRecord:
+def _decode(record: CallRecord, row: list[float], observed: Sequence[str]) -> CallRecord:
     changes: dict[str, object] = {
         name: int(value) if name in _WHOLE else value for name, value in zip(_SCALARS, row, strict=False)
     }
@@ -61,4 +62,7 @@ def _decode(record: CallRecord, row: list[float]) -> CallRecord:
         values = row[start : start + len(names)]
         start += len(names)
         changes[field] = dict(zip(names, map(int, values) if field in _WHOLE else values, strict=True))
+    changes["observed"] = {
+        name: value for name, value in zip(observed, row[start:], strict=True) if name in record.observed
+    }
     return dataclasses.replace(record, **changes)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lrmoe.training.metrics import StepMetrics
+from lrmoe.training.observed import add_observed, observed_summary
 
 
 @dataclass(kw_only=True)
@@ -16,6 +17,7 @@ class Totals:
 
     Attributes:
         eval_losses: [step, loss] of every evaluation.
+        observed: sums of what lrmoe.observe saw.
     """
 
     last_loss: float | None = None
@@ -27,6 +29,7 @@ class Totals:
     wire_bytes: int = 0
     buffer_peak_bytes: int = 0
     eval_losses: list[list[float]] = field(default_factory=list)
+    observed: dict[str, float] = field(default_factory=dict)
 
     def add(self, metrics: StepMetrics) -> None:
         """Take one step in."""
@@ -39,13 +42,14 @@ class Totals:
         self.wire_bytes += metrics.wire_bytes
         buffers = (r.buffer_peak_bytes for records in metrics.records_by_rank for r in records)
         self.buffer_peak_bytes = max(self.buffer_peak_bytes, max(buffers, default=0))
+        add_observed(self.observed, metrics.records_by_rank)
 
     def evaluated(self, step: int, loss: float) -> None:
         """Take the evaluation after `step` in."""
         self.eval_losses.append([step, loss])
 
     def summary(self) -> dict[str, Any]:
-        """Under the names of a comparison's systems; null where no step was done."""
+        """Under the names of a comparison's systems; null where no step was done. `observed` only where it was."""
         evaluated: Sequence[Mapping[str, Any]] = [
             {"step": int(step), "loss": loss if math.isfinite(loss) else None}
             for step, loss in self.eval_losses
@@ -61,6 +65,7 @@ class Totals:
             "wire_bytes": self.wire_bytes,
             "buffer_peak_bytes": self.buffer_peak_bytes,
             "eval_losses": evaluated,
+            **({"observed": observed_summary(self.observed)} if self.observed else {}),
         }
 
     def state_dict(self) -> dict[str, Any]:
