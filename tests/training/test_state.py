@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lrmoe.checkpoint import find_steps
+from lrmoe.checkpoint.manifest import describe
 from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
@@ -142,12 +147,111 @@ def test_another_corpus_or_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="another corpus"):
         Trainer(config).resume()
     corpus.write_text(text)
-    wider = {**config.model.overrides, "intermediate_size": 64, "moe_intermediate_size": 24}
-    with pytest.raises(CheckpointError, match="has shape"):
-        Trainer(config.replace(model={"overrides": wider})).resume()
-    deeper = {**config.model.overrides, "num_hidden_layers": 3}
-    with pytest.raises(CheckpointError, match="holds no tensor"):
-        Trainer(config.replace(model={"overrides": deeper})).resume()
+
+
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "routing": (
+        {"num_experts_per_tok": 1},
+        r"model\.num_experts_per_tok is 2 in the checkpoint and 1 in this run",
+    ),
+    "weights of a pair": ({"norm_topk_prob": False}, r"model\.norm_topk_prob is True .* and False"),
+    "width": ({"moe_intermediate_size": 24}, r"model\.moe_intermediate_size is 16 .* and 24"),
+    "depth": ({"num_hidden_layers": 3}, r"model\.num_hidden_layers is 2 .* and 3"),
+    "experts": ({"num_experts": 8}, r"model\.num_local_experts is 4 .* and 8"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_another_model_is_refused(tmp_path: Path, name: str) -> None:
+    config = tiny_config(tmp_path)
+    trainer = Trainer(config)
+    trainer.step()
+    trainer.save()
+    changes, said = MODELS[name]
+    with pytest.raises(CheckpointError, match=f"step-00000001: {said}"):
+        Trainer(config.replace(model={"overrides": {**config.model.overrides, **changes}})).resume()
+
+
+def test_another_seed_is_refused_and_other_settings_are_not(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    trainer = Trainer(config)
+    trainer.step()
+    trainer.save()
+    with pytest.raises(CheckpointError, match=r"train\.seed is 0 in the checkpoint and 1 in this run"):
+        Trainer(config.replace(train={"seed": 1})).resume()
+    changed = config.replace(train={"batch_size": 1, "dtype": "bfloat16"}, optim={"lr": 1e-4})
+    assert Trainer(changed).resume() == 1
+
+
+def rewrite_state(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change state.json, and the manifest with it."""
+    state = json.loads((folder / "state.json").read_text())
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = [entry for entry in manifest["files"] if entry["name"] != "state.json"]
+    manifest["files"] = [*files, dataclasses.asdict(describe(folder / "state.json", ()))]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "empty": (lambda s: s.clear(), "steps_done=None: must be of type int"),
+    "no totals": (lambda s: s.pop("totals"), "totals=None: must be of type dict"),
+    "other totals": (lambda s: s["totals"].update(x=1), "totals: .*unexpected keyword argument 'x'"),
+    "updates in words": (lambda s: s.update(updates="2"), "updates='2': must be of type int"),
+    "too many updates": (lambda s: s.update(updates=3), "updates=3: must be 0 to 2"),
+    "another step": (lambda s: s.update(steps_done=1), "steps_done=1: the manifest says 2"),
+    "no corpus": (lambda s: s["corpus"].pop("sha256"), r"corpus\.sha256=None"),
+    "more ranks": (
+        lambda s: s["layers_by_rank"].append({}),
+        "layers_by_rank of 2 ranks: the manifest says 1",
+    ),
+}
+
+
+def two_saved(config: TrainConfig) -> Path:
+    trainer = Trainer(config)
+    for _ in range(2):
+        trainer.step()
+        trainer.save()
+    return config.folder / "checkpoints" / "step-00000002"
+
+
+def test_a_state_that_says_too_little_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config(tmp_path)
+    folder = two_saved(config)
+    whole = (folder / "state.json").read_text()
+    trainer = Trainer(config)
+    for change, said in STATES.values():
+        (folder / "state.json").write_text(whole)
+        rewrite_state(folder, change)
+        caplog.clear()
+        assert trainer.resume() == 1, said
+        assert re.search(f"step-00000002 is not usable: .*state.json: {said}", caplog.text), caplog.text
+
+
+def test_layers_of_another_kind(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    rewrite_state(
+        two_saved(config), lambda s: s.update(layers_by_rank=[{"version": 1, "step": 2, "layers": 5}])
+    )
+    with pytest.raises(CheckpointError, match=r"state.json: layers_by_rank"):
+        Trainer(config).resume()
+
+
+def test_a_checkpoint_without_its_experts_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config(tmp_path)
+    folder = two_saved(config)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] = [entry for entry in manifest["files"] if not entry["name"].startswith("experts")]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "experts-00000-of-00001.safetensors").unlink()
+    assert Trainer(config).resume() == 1
+    assert "manifest.json: incomplete: lists no tensor 'model/model.layers.0.mlp.experts" in caplog.text
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

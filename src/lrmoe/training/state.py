@@ -3,11 +3,12 @@
 model/<name>                     weights (the float32 masters where they exist) and persistent buffers
 model/<name>/expert/<id>         one expert's rows of an experts parameter
 optim/<name>/<moment>[/expert/<id>]
-state.json                       counters, totals, corpus, configuration, controllers of the layers
+state.json                       counters, totals, corpus, configuration, model, controllers of the layers
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,10 @@ import torch
 from torch import Tensor
 
 from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, gathered, open_latest, save
+from lrmoe.checkpoint.manifest import MANIFEST, STATE
+from lrmoe.checkpoint.save import expert_key
 from lrmoe.errors import CheckpointError
+from lrmoe.training.optim import MOMENTS
 from lrmoe.training.resume import refuse_changes
 from lrmoe.training.totals import Totals
 
@@ -26,6 +30,18 @@ if TYPE_CHECKING:
     from lrmoe.training.optim import Entry
 
 log = logging.getLogger(__name__)
+# state.json: name -> type
+FIELDS: dict[str, type] = {
+    "steps_done": int,
+    "steps_skipped": int,
+    "totals": dict,
+    "updates": int,
+    "corpus": dict,
+    "config": dict,
+    "model": dict,
+    "layers_by_rank": list,
+}
+NOT_OF_THE_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
 def checkpoint_root(trainer: Trainer) -> Path:
@@ -55,14 +71,16 @@ def save_trainer(trainer: Trainer) -> Path:
 
 def load_trainer(trainer: Trainer) -> int:
     """Bring a trainer to the state of the newest usable checkpoint of its run."""
-    checkpoint = open_latest(checkpoint_root(trainer), group=trainer.group)
+    root = checkpoint_root(trainer)
+    checkpoint = open_latest(root, group=trainer.group, check=lambda found: _check_whole(trainer, found))
+    agreed(trainer.group, lambda: _check_same(trainer, checkpoint))
     agreed(trainer.group, lambda: _check_corpus(trainer, checkpoint))
     agreed(trainer.group, lambda: _read_tensors(trainer, checkpoint))
+    agreed(trainer.group, lambda: _read_layers(trainer, checkpoint))
     state = checkpoint.state
     trainer.steps_done, trainer.steps_skipped = state["steps_done"], state["steps_skipped"]
     trainer.resumed_from = trainer.steps_done
     trainer.totals = Totals(**state["totals"])
-    trainer.handle.load_state_dict(reshard(state["layers_by_rank"], trainer.rank, trainer.world_size))
     trainer.parameters.publish()
     trainer.parameters.zero_grad()
     if trainer.rank == 0:
@@ -92,6 +110,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "updates": trainer.optimizer.updates,
         "corpus": {"name": trainer.corpus.name, "sha256": trainer.corpus.fingerprint},
         "config": trainer.config.to_dict(),
+        "model": _model_fields(trainer),
         "layers_by_rank": gathered(trainer.group, trainer.handle.state_dict),
     }
 
@@ -114,6 +133,76 @@ def reshard(states: Sequence[Any], rank: int, world_size: int) -> Any:
     return first
 
 
+def _model_fields(trainer: Trainer) -> dict[str, Any]:
+    """The transformers configuration without what does not change the model."""
+    fields: dict[str, Any] = json.loads(trainer.model.config.to_json_string(use_diff=False))
+    return {name: value for name, value in fields.items() if name[0] != "_" and name not in NOT_OF_THE_MODEL}
+
+
+def _check_whole(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that nothing could resume from, whatever the files' hashes say."""
+    _check_state(checkpoint)
+    found = checkpoint.manifest.file_of()
+    missing = [key for key in _keys(trainer, checkpoint.state["updates"]) if key not in found]
+    if missing and not _differences(trainer, checkpoint):  # which have an error of their own
+        raise CheckpointError(f"{checkpoint.folder / MANIFEST}: incomplete: lists no tensor {missing[0]!r}")
+
+
+def _check_state(checkpoint: Checkpoint) -> None:
+    state, manifest, path = checkpoint.state, checkpoint.manifest, checkpoint.folder / STATE
+    for name, kind in FIELDS.items():
+        if type(state.get(name)) is not kind:
+            raise CheckpointError(f"{path}: {name}={state.get(name)!r}: must be of type {kind.__name__}")
+    if state["steps_done"] != manifest.step:
+        raise CheckpointError(f"{path}: steps_done={state['steps_done']}: the manifest says {manifest.step}")
+    if not 0 <= state["updates"] <= state["steps_done"]:
+        raise CheckpointError(f"{path}: updates={state['updates']}: must be 0 to {state['steps_done']}")
+    if len(state["layers_by_rank"]) != manifest.world_size:
+        ranks = len(state["layers_by_rank"])
+        raise CheckpointError(
+            f"{path}: layers_by_rank of {ranks} ranks: the manifest says {manifest.world_size}"
+        )
+    for name in ("name", "sha256"):
+        if not isinstance(state["corpus"].get(name), str):
+            raise CheckpointError(f"{path}: corpus.{name}={state['corpus'].get(name)!r}: must be text")
+    try:
+        Totals(**state["totals"])
+    except TypeError as error:
+        raise CheckpointError(f"{path}: totals: {error}") from error
+
+
+def _keys(trainer: Trainer, updates: int) -> Iterator[str]:
+    """Keys of all tensors that this rank reads."""
+    yield from (key for key, _ in _fixed(trainer))
+    for entry in trainer.parameters.entries:
+        moments = [f"optim/{entry.name}/{name}" for name in MOMENTS if updates]
+        for key in (f"model/{entry.name}", *moments):
+            if entry.span is None:
+                yield key
+            else:
+                first = entry.span[0]
+                yield from (expert_key(key, first + i) for i in range(entry.master.shape[0]))
+
+
+def _differences(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
+    """Name of a field that must be the same -> its values in the checkpoint and in this run, where they differ."""
+    saved, now = checkpoint.state["model"], _model_fields(trainer)
+    # A field that only one version of transformers knows says nothing of the model.
+    both = {f"model.{name}": (saved[name], now[name]) for name in now if name in saved}
+    loop = checkpoint.state["config"].get("train")
+    seed = loop.get("seed") if isinstance(loop, dict) else None
+    pairs = {**both, "train.seed": (seed, trainer.config.train.seed)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _check_same(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    for name, (saved, now) in _differences(trainer, checkpoint).items():
+        raise CheckpointError(
+            f"{checkpoint.folder}: {name} is {saved!r} in the checkpoint and {now!r} in this run; resume with the "
+            "same, or start another run"
+        )
+
+
 def _check_corpus(trainer: Trainer, checkpoint: Checkpoint) -> None:
     saved, corpus = checkpoint.state["corpus"], trainer.corpus
     if saved["sha256"] == corpus.fingerprint:
@@ -129,6 +218,14 @@ def _announce(trainer: Trainer, checkpoint: Checkpoint) -> None:
     before, now = checkpoint.manifest.world_size, trainer.world_size
     ranks = "" if before == now else f", saved by {before} ranks, now {now}"
     log.info("resumed from step %d%s", trainer.steps_done, ranks)
+
+
+def _read_layers(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    try:
+        own = reshard(checkpoint.state["layers_by_rank"], trainer.rank, trainer.world_size)
+        trainer.handle.load_state_dict(own)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint.folder / STATE}: layers_by_rank: {error!r}") from error
 
 
 @torch.no_grad()
