@@ -418,3 +418,22 @@ def open_call(step: int) -> OpenCall:
         counts_E=[1], quota_E=[1], forward_load_R=[1], backward_load_R=[1],
     )  # fmt: skip
     return OpenCall(record=record, clock=PhaseClock(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("change", [{"score_mean": [1.0]}, "missing"])
+def test_a_state_that_does_not_fit_changes_nothing(change: object):
+    model = make_model("qwen3")
+    handle = lrmoe_hf.enable(model, LRMoEConfig(warmup_steps=0))
+    run(model, make_tokens())
+    handle.step()
+    before = handle.state_dict()
+    broken = copy.deepcopy(before)
+    last = list(broken["layers"])[-1]
+    if isinstance(change, dict):
+        broken["layers"][last].update(change)
+    else:
+        del broken["layers"][last]["calls"]
+    next(iter(broken["layers"].values()))["calls"] = 99
+    with pytest.raises(CheckpointError, match="does not fit"):
+        handle.load_state_dict(broken)
+    assert handle.state_dict() == before

@@ -5,7 +5,8 @@ experts' backward -> return.
 """
 
 from lrmoe.layer.controller import StepClock
+from lrmoe.layer.experts import release_scratch
 from lrmoe.layer.moe import MoELayer
 from lrmoe.layer.padding import padding
 
-__all__ = ["MoELayer", "StepClock", "padding"]
+__all__ = ["MoELayer", "StepClock", "padding", "release_scratch"]

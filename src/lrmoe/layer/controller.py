@@ -145,8 +145,12 @@ class Controller:
         """Restore what `state_dict` gave.
 
         Raises:
-            ConfigError: the state belongs to a layer with another number of local experts.
+            ConfigError: a field is missing, or the state belongs to a layer with another number of local experts;
+                nothing is changed then.
         """
+        missing = [name for name in self.state_dict() if name not in state]
+        if missing:
+            raise ConfigError(f"state of layer {self.layer} lacks {', '.join(missing)}")
         mean = torch.tensor(state["score_mean"], dtype=torch.float64, device="cpu")
         if mean.shape != self.score_mean_L.shape:
             raise ConfigError(

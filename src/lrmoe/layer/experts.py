@@ -32,6 +32,11 @@ _FP16_SCALE_FLOOR = 2.0**-10
 scratch = Workspace()
 
 
+def release_scratch() -> None:
+    """Give this thread's scratch buffers back; the next call takes new ones."""
+    scratch.release()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
     """Weights of the local experts in the compute dtype.

@@ -16,7 +16,7 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.integrations.transformers._report import report
 from lrmoe.integrations.transformers._summary import SummedTelemetry, figures
-from lrmoe.layer import MoELayer, StepClock
+from lrmoe.layer import MoELayer, StepClock, release_scratch
 
 _STATE_VERSION = 1
 _IDLE_STEPS = 2  # optimizer steps in a row without a training call: one may be a warm-up of the optimizer
@@ -141,9 +141,17 @@ class Handle:
         if saved.keys() != self.layers.keys():
             odd = sorted(saved.keys() ^ self.layers.keys())
             raise CheckpointError(f"handle state is of another model: MoE layers {odd} are only on one side")
-        for name, layer in self.layers.items():
-            layer.load_state_dict(saved[name])
-        self.restart_at(int(state["step"]))
+        if not isinstance(state.get("step"), int):
+            raise CheckpointError(f"handle state has step {state.get('step')!r}: must be an integer")
+        before = {name: layer.state_dict() for name, layer in self.layers.items()}
+        try:
+            for name, layer in self.layers.items():
+                layer.load_state_dict(saved[name])
+        except ConfigError as error:
+            for name, layer in self.layers.items():
+                layer.load_state_dict(before[name])
+            raise CheckpointError(f"handle state does not fit: {error}") from error
+        self.restart_at(state["step"])
 
     def restart_at(self, step: int) -> None:
         """Set the clock to `step` optimizer steps done."""
@@ -184,6 +192,7 @@ class Handle:
         self._optimizer = None
         for layer in self.layers.values():
             layer.release()
+        release_scratch()
 
 
 def find_handle(model: nn.Module) -> Handle | None:
