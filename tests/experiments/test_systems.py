@@ -11,6 +11,7 @@ from lrmoe.errors import ConfigError
 from lrmoe.experiments.config import CompareConfig, Experiment
 from lrmoe.experiments.presets import PRESETS, get_preset
 from lrmoe.experiments.systems import SYSTEMS, get_system, get_systems
+from lrmoe.planning.policies import get_policy
 from lrmoe.training.config import read_toml
 
 
@@ -45,8 +46,12 @@ def test_unknown_name_lists_the_valid_ones() -> None:
 
 @pytest.mark.parametrize("name", ["symi", "ultraep", "eplb", "my_file.py:MyPolicy"])
 def test_systems_of_later_versions_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}.*not available in this version; valid: megatron"):
+    with pytest.raises(ConfigError) as caught:
         get_system(name)
+    assert f"systems={name!r}: " in str(caught.value)
+    assert "not available in this version; valid: megatron" in str(caught.value)
+    assert f"lrmoe simulate --systems {name}" in str(caught.value)
+    assert ":" in name or callable(get_policy(name)), "which it really does"
 
 
 @pytest.mark.parametrize("names", [[], ["lrmoe", "lrmoe"]])

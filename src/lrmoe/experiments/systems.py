@@ -92,7 +92,10 @@ def get_system(name: str) -> System:
         return SYSTEMS[name]
     valid = ", ".join(SYSTEMS)
     if name in POLICIES or ":" in name:
-        raise ConfigError(f"systems={name!r}: not available in this version; valid: {valid}")
+        raise ConfigError(
+            f"systems={name!r}: training under it is not available in this version; valid: {valid}; "
+            f"lrmoe simulate --systems {name} plans with it"
+        )
     near = difflib.get_close_matches(name, list(SYSTEMS), n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ConfigError(f"systems={name!r}: no such system{hint}; valid: {valid}")
