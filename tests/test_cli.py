@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -21,6 +22,9 @@ from lrmoe.errors import (
     UnsupportedError,
     require_extra,
 )
+from lrmoe.experiments.config import CompareConfig
+from lrmoe.experiments.presets import PRESETS
+from lrmoe.experiments.systems import SYSTEMS
 from lrmoe.training.config import TrainConfig
 from tests.training.tiny import SHAPE, tiny_config
 
@@ -76,6 +80,33 @@ def test_help_ends_with_an_example(run: Run, command: tuple[str, ...]) -> None:
     done = run(*command, "--help")
     assert done.code == 0
     assert done.out.strip().splitlines()[-1].strip().startswith("Example: lrmoe ")
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_train_help_names_all_that_a_run_leaves(run: Run, tmp_path: Path) -> None:
+    said = words(run("train", "--help").out)
+    assert run(*small_run(tmp_path, 1), "--set", "train.checkpoint_every=1").code == 0
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"config.toml", "trace.parquet", "checkpoints"} <= left
+    for name in {*left, "tensorboard", "report.html"}:
+        assert f"- {name}" in said
+    assert "every file that is neither binary nor hidden" in said
+
+
+def test_compare_help_describes_systems_presets_and_its_table(run: Run) -> None:
+    said = words(run("compare", "--help").out)
+    for system in SYSTEMS.values():
+        assert f"- {system.name}: {system.about}" in said
+    for name, preset in PRESETS.items():
+        limits = preset["compare"]
+        assert f"- {name}: " in said
+        assert f"to loss {limits['target_loss']}, at most {limits['max_steps']} steps" in said
+    keys = said.split("Its keys:")[1].split("Options")[0]
+    for field in dataclasses.fields(CompareConfig):
+        assert field.name in keys
 
 
 def test_version(run: Run) -> None:

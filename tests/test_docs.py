@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import lrmoe
+from lrmoe.experiments.config import CompareConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -92,6 +94,13 @@ def test_configuration_page_names_every_field_and_what_is_refused(generator: Mod
     for name in lrmoe.LRMoEConfig().to_dict():
         assert f"| `{name}` |" in page
     assert re.search(r"`storage`.*`\"owned\"`; not in this version: `\"sharded\"`", page)
+
+
+def test_run_file_page_names_every_key_of_a_comparison(generator: ModuleType) -> None:
+    section = generator.run_page().split("## [compare]")[1]
+    assert "| `ep` | `2` | integer >= 2 |" in section
+    for field in dataclasses.fields(CompareConfig):
+        assert f"| `{field.name}` |" in section
 
 
 @pytest.mark.parametrize("path", PAGES, ids=_ids)

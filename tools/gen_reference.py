@@ -21,6 +21,7 @@ import typer
 from lrmoe import config as config_module
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError
+from lrmoe.experiments.config import CompareConfig
 from lrmoe.planning.policies import INFO, get_policy
 from lrmoe.training import config as training_config
 
@@ -101,20 +102,20 @@ def _is_refused(name: str, value: object) -> bool:
 
 RUN_HEAD = """# Run file
 
-What `lrmoe train --config run.toml` reads: TOML, five tables. `[lrmoe]` is the [configuration](configuration.md) of the
-layer; the others follow. Every key may be left out, and `--set table.key=value` changes one on the command line. The
-resolved file lies in the run's folder.
+What `lrmoe train --config run.toml` and `lrmoe compare --config run.toml` read: TOML, five tables, and `[compare]` for
+a comparison. `[lrmoe]` is the [configuration](configuration.md) of the layer; the others follow. Every key may be left
+out, and `--set table.key=value` changes one on the command line. The resolved file lies in the run's folder.
 """
 
 
 def run_page() -> str:
     """The page about the trainer's tables, from their fields' metadata."""
     sections = [NOTE, RUN_HEAD]
-    for name, table in training_config.TABLES.items():
+    for name, table in {**training_config.TABLES, "compare": CompareConfig}.items():
         if table is LRMoEConfig:
             continue
         rows = [_run_row(field) for field in dataclasses.fields(table)]
-        about = inspect.cleandoc(table.__doc__ or "").partition(": ")[2]
+        about = inspect.cleandoc(table.__doc__ or "").split("\n\n")[0].partition(": ")[2]
         head = ["| key | default | valid | meaning |", "|---|---|---|---|"]
         sections += [f"## [{name}]", "", about[:1].upper() + about[1:], "", *head, *rows, ""]
     return "\n".join(sections).rstrip() + "\n"
@@ -122,12 +123,15 @@ def run_page() -> str:
 
 def _run_row(field: dataclasses.Field[Any]) -> str:
     unset = field.default is None or field.default is dataclasses.MISSING
-    default = "unset" if unset else f"`{_literal(field.default)}`"
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
+    default = "unset" if unset else f"`{_literal(value)}`"
     meaning = _prose(field.metadata["doc"]).replace("|", "\\|")
     return f"| `{field.name}` | {default} | {_limits(field.metadata)} | {meaning} |"
 
 
 def _limits(limits: Mapping[str, Any]) -> str:
+    if "valid" in limits:
+        return str(limits["valid"])
     if limits["choices"]:
         return ", ".join(f"`{_literal(choice)}`" for choice in limits["choices"])
     names = {str: "text", int: "integer", bool: "`true`, `false`", dict: "table"}

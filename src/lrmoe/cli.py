@@ -89,8 +89,22 @@ def train(
 ) -> None:
     """Train a model from transformers, alone or expert-parallel, on text.
 
-    Writes runs/<name>/: config.toml, metrics.jsonl, summary.json, checkpoints/. Under torchrun the ranks it started
-    share the experts; otherwise --ep N starts N local CPU processes.
+    Under torchrun the ranks it started share the experts; otherwise --ep N starts N local CPU processes. The text is
+    data.path: a file, or a directory of which every file that is neither binary nor hidden is read, whatever its name;
+    unset, the source of Python's standard library.
+
+    A run is the folder runs/<name>/:
+
+    \b
+    - config.toml: the resolved configuration
+    - metrics.jsonl: one line a step
+    - trace.parquet: counts of every layer call, where pyarrow is installed
+    - summary.json: figures of the whole run, over all resumes
+    - checkpoints/: with train.checkpoint_every
+    - tensorboard/: where tensorboard is installed
+    - report.html: after lrmoe report runs/<name>
+
+    With lrmoe.observe=true the run is exact and ends with a table of what pruning would have saved.
     """
     options = {"model.preset": preset, "train.steps": steps, "train.name": name}
     given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
@@ -167,7 +181,9 @@ def _describe(summary: Mapping[str, Any]) -> str:
 
 @app.command(epilog="Example: lrmoe compare --preset demo --name demo")
 def compare(
-    preset: Annotated[str, typer.Option(help="Comparison that ships with the package.")] = "demo",
+    preset: Annotated[
+        str, typer.Option(help="Comparison that ships with the package: demo or small.")
+    ] = "demo",
     systems: Annotated[
         str | None, typer.Option(metavar="A,B", help="Systems to compare, e.g. megatron,lrmoe,lrmoe-topk20.")
     ] = None,
@@ -183,7 +199,26 @@ def compare(
 ) -> None:
     """Train the same model under several systems to the same loss and say what each needed.
 
-    Prints tables, writes runs/<name>/summary.json and a self-contained report.html.
+    Prints tables, and fills the folder runs/<name>/: config.toml, metrics.jsonl, trace.parquet (where pyarrow is
+    installed), summary.json, and a self-contained report.html.
+
+    Systems:
+
+    \b
+    - megatron: fixed ownership, exact backward
+    - lrmoe: pruned, compacted backward as configured
+    - lrmoe-sampled50: half of the pairs sampled for backward
+    - lrmoe-topk20: the published setting: best 80 % by LRM
+
+    Presets:
+
+    \b
+    - demo: megatron and lrmoe to loss 2.3, at most 110 steps
+    - small: all four systems to loss 2.1, at most 300 steps
+
+    A file given with --config, and --set, hold table [compare] beside those of lrmoe train. Its keys: systems,
+    target_loss, max_steps, ep, smoothing_steps (of the smoothed loss), link_bytes_per_s (of the critical path), or else
+    link_skip_steps and link_steps (of fixed ownership, which it is taken from).
     """
     from lrmoe.experiments.commands import compare as run
 

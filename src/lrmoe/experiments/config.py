@@ -15,32 +15,40 @@ from lrmoe.experiments.systems import System, get_systems
 from lrmoe.training.config import TrainConfig
 
 
+def _option(default: Any, valid: str, doc: str) -> Any:
+    return field(default=default, metadata={"valid": valid, "doc": doc})
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """Table [compare]: what is compared, and where it ends.
-
-    Attributes:
-        systems: names of systems; all are trained, their steps interleaved.
-        target_loss: training loss at which the smoothed loss of a system has arrived.
-        max_steps: where a system that has not arrived is stopped.
-        ep: processes; the experts are spread over all of them.
-        smoothing_steps: the smoothed loss is the mean of this many last steps.
-        link_skip_steps, link_steps: the link speed comes from `link_steps` steps of fixed ownership after
-            `link_skip_steps` of warm-up.
-        link_bytes_per_s: a stated link speed; None takes it by the rule.
+    """Table [compare]: what `lrmoe compare` compares, and where it ends; its files hold this table too.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range.
     """
 
-    systems: tuple[str, ...] = ("megatron", "lrmoe")
-    target_loss: float = 2.0
-    max_steps: int = 400
-    ep: int = 2
-    smoothing_steps: int = 10
-    link_skip_steps: int = 3
-    link_steps: int = 5
-    link_bytes_per_s: float | None = None
+    systems: tuple[str, ...] = _option(
+        ("megatron", "lrmoe"), "names", "Systems; all are trained, their steps interleaved."
+    )
+    target_loss: float = _option(
+        2.0, "number > 0", "Training loss at which the smoothed loss of a system has arrived."
+    )
+    max_steps: int = _option(
+        400,
+        "integer >= 1",
+        "Where a system that has not arrived is stopped; also the default of train.steps.",
+    )
+    ep: int = _option(2, "integer >= 2", "Processes; the experts are spread over all of them.")
+    smoothing_steps: int = _option(
+        10, "integer >= 1", "The smoothed loss is the mean of this many last steps."
+    )
+    link_skip_steps: int = _option(
+        3, "integer >= 0", "Steps of fixed ownership that the link speed is not taken from."
+    )
+    link_steps: int = _option(5, "integer >= 1", "Steps after them that it is taken from.")
+    link_bytes_per_s: float | None = _option(
+        None, "number > 0", "A stated link speed; unset: taken by the rule in summary.json."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "systems", _names(self.systems))
