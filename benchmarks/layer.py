@@ -7,6 +7,9 @@ each round; figures are medians over rounds, ratios are medians of per-round rat
 
 Names: layer.<dtype>.drop<d>.over_best_peer, layer.<dtype>.drop0.over_gemms, layer.<dtype>.drop0.2.overhead_share,
 layer.<dtype>.masked_twin.over_drop0 (2 threads). Below 1 is better, or the share of the layer that pruning adds.
+
+Expected duration on 2 cores: 6 to 15 minutes, nearly all of it in bf16; --dtype fp32 alone 1 to 3 minutes. Progress
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 from transformers import Qwen3MoeConfig
@@ -165,17 +169,60 @@ def bare_gemms(case: Case, data: Data) -> Callable[[], None]:
     return run
 
 
-def measure(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every variant in every round, variants taking turns."""
-    for run in runs.values():
-        run()
-        run()
+class Rounds:
+    """Progress of one dtype on stderr: on a terminal a bar over rounds x variants, else a line every few rounds."""
+
+    def __init__(self, dtype: str, rounds: int, variants: int) -> None:
+        console = Console(stderr=True)
+        self._dtype, self._rounds = dtype, rounds
+        self._console = console
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn())
+        self._bar = Progress(
+            *columns,
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            auto_refresh=False,
+        )
+        self._task = self._bar.add_task("", total=rounds * variants)
+
+    def __enter__(self) -> Rounds:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, what: str, quiet: bool = False) -> None:
+        """What begins now; `quiet` leaves out the line where there is no terminal. Never called inside a timing."""
+        self._bar.update(self._task, description=f"{self._dtype}: {what}", refresh=True)
+        if not self._console.is_terminal and not quiet:
+            self._console.print(f"{self._dtype}: {what}", highlight=False, soft_wrap=True)
+
+    def start(self, done: int) -> None:
+        """Round number `done` begins."""
+        self.say(f"round {done + 1} of {self._rounds}", quiet=done % -(-self._rounds // 4) != 0)
+
+    def advance(self) -> None:
+        """One variant of the round is done; drawn between timings, by this thread alone."""
+        self._bar.update(self._task, advance=1, refresh=True)
+
+
+def measure(runs: dict[str, Callable[[], None]], rounds: int, dtype: str) -> dict[str, list[float]]:
+    """Milliseconds of every variant in every round, variants taking turns; progress on stderr."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
+    with Rounds(dtype, rounds, len(runs)) as progress:
         for name, run in runs.items():
-            begin = time.perf_counter()
+            progress.say(f"warm-up, {name}")
             run()
-            times[name].append((time.perf_counter() - begin) * 1e3)
+            run()
+        for done in range(rounds):
+            progress.start(done)
+            for name, run in runs.items():
+                begin = time.perf_counter()
+                run()
+                times[name].append((time.perf_counter() - begin) * 1e3)
+                progress.advance()
     return times
 
 
@@ -220,7 +267,7 @@ def bench_dtype(case: Case, name: str, rounds: int, seed: int) -> tuple[dict[str
         runs[f"drop{drop:g}"], layers[drop] = ours(case, data, drop)
     runs["masked_twin"] = masked_twin(case, data, 0.5)
     runs["gemms"] = bare_gemms(case, data)
-    times = measure(runs, rounds)
+    times = measure(runs, rounds, name)
     return times, overhead_share(layers[0.2], runs["drop0.2"], rounds, DTYPES[name])
 
 
