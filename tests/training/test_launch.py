@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lrmoe.checkpoint import Content, save
 from lrmoe.errors import ConfigError
 from lrmoe.training.launch import WorkerError, run_workers
 
@@ -84,25 +86,78 @@ def test_out_of_time_leaves_no_process(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids(tmp_path))
 
 
-def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    code = (
-        "from lrmoe.training.launch import run_workers; "
-        f"run_workers({here('note_and_sleep')!r}, 2, ({str(tmp_path)!r},))"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+class Slow(dict[str, torch.Tensor]):
+    """Tensors of a checkpoint that take their time."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(a=torch.zeros(1))
+        self.folder = folder
+
+    def items(self) -> Any:
+        note_and_sleep(self.folder)
+        return super().items()
+
+
+def save_slowly(folder: str) -> None:
+    """Rank 0 stops in the middle of a checkpoint, rank 1 in the exchange that waits for it."""
+    root = Path(folder)
     try:
-        end = time.monotonic() + 40
-        while len(pids(tmp_path)) < 2 and time.monotonic() < end:
+        save(root / "checkpoints", 1, Content(dense={"a": torch.zeros(1)}), group=dist.group.WORLD)
+        if dist.get_rank() == 1:
+            (root / "pid-1").write_text(str(os.getpid()))
+        save(root / "checkpoints", 2, Content(dense=Slow(folder)), group=dist.group.WORLD)
+    finally:
+        (root / f"closed-{dist.get_rank()}").touch()
+
+
+def ignore_stops(folder: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note_and_sleep(folder)
+
+
+def stopped_parent(function: str, folder: Path, number: int) -> int:
+    """Start a parent of two workers, send it a signal once both work, and return its exit code when all are gone."""
+    temp = folder / "temp"
+    temp.mkdir()
+    code = f"from lrmoe.training.launch import run_workers; run_workers({here(function)!r}, 2, ({str(folder)!r},))"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], env={**os.environ, "TMPDIR": str(temp)}
+    )
+    try:
+        end = time.monotonic() + 60
+        while len(pids(folder)) < 2 and time.monotonic() < end:
             time.sleep(0.1)
+        parent.send_signal(number)
+        parent.wait(30)
     finally:
         parent.kill()
         parent.wait()
-    workers = pids(tmp_path)
+    workers = pids(folder)
     assert len(workers) == 2
-    end = time.monotonic() + 10
-    while not all(gone(pid) for pid in workers) and time.monotonic() < end:
+    end = time.monotonic() + 20
+    while not (all(gone(pid) for pid in workers) and not any(temp.iterdir())) and time.monotonic() < end:
         time.sleep(0.1)
     assert all(gone(pid) for pid in workers)
+    assert list(temp.iterdir()) == []
+    return parent.returncode
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_workers_of_a_stopped_parent_clean_up(tmp_path: Path, number: int, code: int) -> None:
+    assert stopped_parent("save_slowly", tmp_path, number) == code
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert (tmp_path / "closed-0").exists()
+    assert (tmp_path / "closed-1").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_that_do_not_stop_are_ended(tmp_path: Path, number: int) -> None:
+    begin = time.monotonic()
+    stopped_parent("ignore_stops", tmp_path, number)
+    assert time.monotonic() - begin < 90
 
 
 def test_no_workers_is_refused() -> None:

@@ -4,7 +4,9 @@
         |-- python -m lrmoe.training.launch FOLDER 0   function(a, b) -> result-0.pickle or failure-0.json
         `-- python -m lrmoe.training.launch FOLDER 1   function(a, b) -> result-1.pickle or failure-1.json
 
-The parent half imports no torch. A worker ends when its standard input closes, that is when its parent is gone.
+The parent half imports no torch. An interrupt or SIGTERM of the parent goes on to the workers: they unwind, which
+closes files and removes half a checkpoint, and are killed if that takes longer than STOP_S. A worker whose standard
+input closes has lost its parent: it unwinds in the same way and removes FOLDER.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +33,7 @@ from lrmoe.errors import ConfigError, LRMoEError, RankError
 
 POLL_S = 0.05
 GRACE_S = 5.0  # how long the other ranks may take to report once one has failed
+STOP_S = 5.0  # how long a worker may take to unwind once it is told to stop
 
 
 class WorkerError(LRMoEError, RuntimeError):
@@ -52,10 +56,14 @@ def run_workers(
     Raises:
         LRMoEError: the first failing rank's error, of its own class; its traceback is in `__cause__`.
         WorkerError: a rank failed with another error, was killed, or time ran out. All processes are gone by then.
+        SystemExit: this process got SIGTERM, with the exit code of a process that ended by it.
     """
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: must be at least 1")
-    with tempfile.TemporaryDirectory(prefix="lrmoe-workers-") as name:
+    with (
+        _sigterm_raises(),
+        tempfile.TemporaryDirectory(prefix="lrmoe-workers-", ignore_cleanup_errors=True) as name,
+    ):
         folder = Path(name)
         (folder / "call.pickle").write_bytes(pickle.dumps((function, world_size, tuple(args), sys.path)))
         workers: list[subprocess.Popen[bytes]] = []
@@ -66,6 +74,26 @@ def run_workers(
         finally:
             _end(workers)
         return [pickle.loads((folder / f"result-{rank}.pickle").read_bytes()) for rank in range(world_size)]
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM unwind this process as an interrupt does, where nobody else handles it."""
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # one is enough
+        raise SystemExit(128 + number)
+
+    ours = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if ours:
+        signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _spawn(folder: Path, rank: int) -> subprocess.Popen[bytes]:
@@ -103,21 +131,28 @@ def _wait(workers: list[subprocess.Popen[bytes]], folder: Path, time_limit_s: fl
         _raise_first(workers, folder)
 
 
-def _settle(workers: list[subprocess.Popen[bytes]]) -> None:
-    end = time.monotonic() + GRACE_S
+def _settle(workers: list[subprocess.Popen[bytes]], limit_s: float = GRACE_S) -> None:
+    end = time.monotonic() + limit_s
     while time.monotonic() < end and any(worker.poll() is None for worker in workers):
         time.sleep(POLL_S)
 
 
 def _end(workers: list[subprocess.Popen[bytes]]) -> None:
-    for worker in workers:
-        if worker.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
-        if worker.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.close()
+    """Stop what still runs; kill what does not stop, at once if there is a second interrupt."""
+    try:
+        running = [worker for worker in workers if worker.poll() is None]
+        for worker in running:
+            worker.terminate()
+        _settle(running, STOP_S)
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
+            if worker.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    worker.stdin.close()
 
 
 def _raise_first(workers: list[subprocess.Popen[bytes]], folder: Path) -> None:
@@ -148,14 +183,34 @@ def _died(rank: int, code: int, folder: Path) -> dict[str, Any]:
 # The worker's half.
 
 
-def _leave_with_parent() -> None:
-    """End this process when standard input closes: the parent keeps it open and sends nothing."""
+def _stop_when_told() -> None:
+    """Let SIGTERM raise KeyboardInterrupt, once."""
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # nothing interrupts the clean-up
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def _leave_with_parent(folder: Path) -> threading.Event:
+    """Stop this process when standard input closes: the parent keeps it open and sends nothing.
+
+    Returns:
+        Set when the parent is gone: nobody else will remove the folder.
+    """
+    gone = threading.Event()
 
     def watch() -> None:
         sys.stdin.buffer.read()
+        gone.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(STOP_S)  # as a daemon: the main thread usually ends the process before
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    return gone
 
 
 def _work(folder: Path, rank: int) -> None:
@@ -179,21 +234,31 @@ def _work(folder: Path, rank: int) -> None:
 def main() -> int:
     """Entry of one worker: `python -m lrmoe.training.launch FOLDER RANK`."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    _leave_with_parent()
+    _stop_when_told()
+    parent_gone = _leave_with_parent(folder)
     try:
         _work(folder, rank)
         return 0
     except BaseException as error:  # a worker has nobody else to tell
-        failure = {
-            "name": type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-            "time": time.time(),
-        }
-        part = folder / f"failure-{rank}.part"
-        part.write_text(json.dumps(failure))
-        part.rename(folder / f"failure-{rank}.json")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is on its way out
+        with contextlib.suppress(FileNotFoundError):  # the folder goes with the parent
+            _report(folder, rank, error)
         return 1
+    finally:
+        if parent_gone.is_set():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _report(folder: Path, rank: int, error: BaseException) -> None:
+    failure = {
+        "name": type(error).__name__,
+        "message": str(error),
+        "traceback": traceback.format_exc(),
+        "time": time.time(),
+    }
+    part = folder / f"failure-{rank}.part"
+    part.write_text(json.dumps(failure))
+    part.rename(folder / f"failure-{rank}.json")
 
 
 if __name__ == "__main__":
