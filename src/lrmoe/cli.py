@@ -140,7 +140,7 @@ def _settings(config: Path | None, overrides: list[str], resume: bool, overwrite
 def _train(settings: TrainConfig, ep: int | None, resume: bool, overwrite: bool) -> Mapping[str, Any] | None:
     """Train where torchrun put this process, alone, or in new processes; None on ranks that have nothing to say."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if ep is not None and ep != int(os.environ["WORLD_SIZE"]):
+        if ep is not None and str(ep) != os.environ["WORLD_SIZE"]:
             raise ConfigError(
                 f"--ep {ep}: torchrun started {os.environ['WORLD_SIZE']} ranks, which share the experts"
             )

@@ -25,6 +25,48 @@ def test_a_device_that_is_not_there() -> None:
     assert pick_device("auto") == torch.device("cpu")
 
 
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", "x", "RANK='x': must be an integer of at least 0 and below 1"),
+        ("RANK", "1", "RANK='1': must be an integer of at least 0 and below 1"),
+        ("RANK", "-1", "RANK='-1': must be"),
+        ("RANK", "", "RANK='': must be"),
+        ("WORLD_SIZE", "two", "WORLD_SIZE='two': must be an integer of at least 1"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE='0': must be an integer of at least 1"),
+        ("MASTER_ADDR", None, "MASTER_ADDR is not set: must name the host of rank 0"),
+        ("MASTER_ADDR", "", "MASTER_ADDR='': must name the host of rank 0"),
+        ("MASTER_PORT", None, "MASTER_PORT is not set: must be an integer of at least 0 and below 65536"),
+        ("MASTER_PORT", "65536", "MASTER_PORT='65536': must be"),
+    ],
+)
+def test_a_variable_of_torchruns_that_is_wrong_is_named(
+    name: str, value: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, text in {**TORCHRUN, name: value}.items():
+        if text is None:
+            monkeypatch.delenv(key, raising=False)
+        else:
+            monkeypatch.setenv(key, text)
+    with pytest.raises(ConfigError, match=f"environment variable {said}"), joined("cpu"):
+        pass
+
+
+def test_a_local_rank_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    with pytest.raises(ConfigError, match="LOCAL_RANK='first': must be an integer of at least 0"):
+        pick_device("cuda")
+
+
 @pytest.mark.distributed
 def test_torchruns_variables_give_a_group() -> None:
     code = (
@@ -34,16 +76,9 @@ def test_torchruns_variables_give_a_group() -> None:
         "    print(process.rank, process.world_size, process.group is not None)\n"
         "print(dist.is_initialized())\n"
     )
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **variables},
+        env={**os.environ, **TORCHRUN},
         capture_output=True,
         text=True,
         timeout=60,

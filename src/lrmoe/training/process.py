@@ -39,13 +39,13 @@ def pick_device(name: str) -> torch.device:
     """`auto`, `cpu` or `cuda` as this process's device; torchrun's LOCAL_RANK chooses among several.
 
     Raises:
-        ConfigError: `cuda` is asked for and there is none, or fewer devices than local ranks.
+        ConfigError: `cuda` is asked for and there is none, or fewer devices than local ranks, or LOCAL_RANK is no rank.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local_rank, count = _integer("LOCAL_RANK", default="0"), torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
             f"train.device={name!r}: PyTorch sees {count} CUDA devices here, local rank {local_rank} needs its own"
@@ -55,13 +55,43 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def _check_variables() -> None:
+    world_size = _integer("WORLD_SIZE", least=1)
+    _integer("RANK", below=world_size)
+    _integer("MASTER_PORT", below=1 << 16)
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError(_wrong("MASTER_ADDR", "must name the host of rank 0"))
+
+
+def _integer(name: str, *, least: int = 0, below: int | None = None, default: str = "") -> int:
+    """A variable of the environment."""
+    text = os.environ.get(name, default)
+    value = int(text) if text.isascii() and text.isdigit() else -1
+    if value < least or (below is not None and value >= below):
+        upper = "" if below is None else f" and below {below}"
+        raise ConfigError(_wrong(name, f"must be an integer of at least {least}{upper}"))
+    return value
+
+
+def _wrong(name: str, what: str) -> str:
+    found = f"{name}={os.environ[name]!r}" if name in os.environ else f"{name} is not set"
+    return (
+        f"environment variable {found}: {what}, as torchrun sets it; unset RANK and WORLD_SIZE to run alone"
+    )
+
+
 @contextlib.contextmanager
 def joined(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Process]:
     """Join the run's process group (gloo on CPU, NCCL on CUDA) and leave it at the end.
 
     A group that exists already is used and left as it is. Without torchrun's variables the process is alone.
+
+    Raises:
+        ConfigError: a variable of torchrun's is missing or not a valid number, or as `pick_device`; names it.
     """
     ours = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if ours:
+        _check_variables()
     where = pick_device(device)
     if ours:
         dist.init_process_group(
