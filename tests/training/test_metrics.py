@@ -92,8 +92,8 @@ def test_unreadable_lines_are_dropped_and_counted(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.INFO), MetricsWriter(tmp_path, resume_step=2):
         pass
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-    assert f"{path}: 9 unreadable lines dropped" in caplog.messages
-    assert f"{path}: 1 lines after step 2 dropped" in caplog.messages
+    assert f"{path}: 8 unreadable lines dropped" in caplog.messages
+    assert f"{path}: 2 lines after step 2 dropped" in caplog.messages
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:

@@ -175,11 +175,11 @@ def _finite(value: Any) -> Any:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    """Whole lines up to `step`; says how many later ones and how many unreadable ones are dropped."""
+    """Whole lines up to `step`; says how many later ones (a last one that is cut off too) and unreadable ones go."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         steps = [(line, _step_of(line)) for line in file]
     kept = [line for line, found in steps if found is not None and found <= step]
-    bad = sum(found is None for _, found in steps)
+    bad = sum(found is None and line.endswith("\n") for line, found in steps)
     if bad:
         log.warning("%s: %d unreadable lines dropped", path, bad)
     if len(kept) + bad < len(steps):
