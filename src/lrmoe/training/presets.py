@@ -9,7 +9,6 @@ from typing import Any
 
 from lrmoe.errors import ConfigError
 
-BYTES = 256
 SEPARATOR_ID = 256  # between two files of the corpus
 PAD_ID = 257
 BYTE_VOCABULARY = 258

@@ -45,7 +45,7 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    local_rank, count = _integer("LOCAL_RANK", default="0"), torch.cuda.device_count()
+    local_rank, count = _integer("LOCAL_RANK", os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
             f"train.device={name!r}: PyTorch sees {count} CUDA devices here, local rank {local_rank} needs its own"
@@ -56,25 +56,25 @@ def pick_device(name: str) -> torch.device:
 
 
 def _check_variables() -> None:
-    world_size = _integer("WORLD_SIZE", least=1)
-    _integer("RANK", below=world_size)
-    _integer("MASTER_PORT", below=1 << 16)
-    if not os.environ.get("MASTER_ADDR"):
-        raise ConfigError(_wrong("MASTER_ADDR", "must name the host of rank 0"))
+    world_size = _integer("WORLD_SIZE", os.environ.get("WORLD_SIZE"), least=1)
+    _integer("RANK", os.environ.get("RANK"), below=world_size)
+    _integer("MASTER_PORT", os.environ.get("MASTER_PORT"), below=1 << 16)
+    host = os.environ.get("MASTER_ADDR")
+    if not host:
+        raise ConfigError(_wrong("MASTER_ADDR", host, "must name the host of rank 0"))
 
 
-def _integer(name: str, *, least: int = 0, below: int | None = None, default: str = "") -> int:
-    """A variable of the environment."""
-    text = os.environ.get(name, default)
-    value = int(text) if text.isascii() and text.isdigit() else -1
+def _integer(name: str, text: str | None, *, least: int = 0, below: int | None = None) -> int:
+    """The number in a variable of the environment."""
+    value = int(text) if text is not None and text.isascii() and text.isdigit() else -1
     if value < least or (below is not None and value >= below):
         upper = "" if below is None else f" and below {below}"
-        raise ConfigError(_wrong(name, f"must be an integer of at least {least}{upper}"))
+        raise ConfigError(_wrong(name, text, f"must be an integer of at least {least}{upper}"))
     return value
 
 
-def _wrong(name: str, what: str) -> str:
-    found = f"{name}={os.environ[name]!r}" if name in os.environ else f"{name} is not set"
+def _wrong(name: str, text: str | None, what: str) -> str:
+    found = f"{name} is not set" if text is None else f"{name}={text!r}"
     return (
         f"environment variable {found}: {what}, as torchrun sets it; unset RANK and WORLD_SIZE to run alone"
     )
