@@ -62,18 +62,42 @@ def _summary(*, reached: bool) -> dict[str, Any]:
     ours = {**common, "reached": reached, "moe_time_critical_s": 3.0, "kept_share": 0.7}
     context = {"hardware": {"cores": 2, "cpu": "test"}, "versions": {"torch": "2"}, "date": "2026-01-01"}
     systems = {"megatron": fixed, "lrmoe": ours}
-    return {"target_loss": 2.5, "world_size": 2, "context": context, "systems": systems}
+    summary = {"target_loss": 2.5, "world_size": 2, "link_bytes_per_s": 100 * 2**20}
+    return {**summary, "context": context, "systems": systems}
 
 
 def test_figures_are_filled_between_the_markers(filler: ModuleType) -> None:
     table = filler.demo_table(_summary(reached=True))
-    assert "| MoE-layer time, critical path (s) | 4.0 | 3.0 | 0.750 |" in table
+    assert "| MoE-layer time, critical path over the modelled link (s) | 4.0 | 3.0 | 0.750 |" in table
+    assert "modelled link of 100 MiB/s" in table
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     once = filler.fill(readme, table)
     assert table in once
     assert filler.fill(once, table) == once
     outside = re.sub(r"(figures:start -->).*(<!-- figures:end)", r"\1\n\2", once, flags=re.DOTALL)
     assert outside == re.sub(r"(figures:start -->).*(<!-- figures:end)", r"\1\n\2", readme, flags=re.DOTALL)
+
+
+def test_layer_figures_are_words_with_a_column_per_dtype(filler: ModuleType) -> None:
+    context = _summary(reached=True)["context"]
+    names = {
+        "fp32.drop0.2.over_best_peer": 0.8,
+        "bf16.drop0.2.over_best_peer": 0.9,
+        "fp32.drop0.over_gemms": 1.25,
+    }
+    lines = [{"name": f"layer.{name}", "value": value, "context": context} for name, value in names.items()]
+    rows = filler.layer_table(lines).splitlines()
+    assert "| | fp32 | bf16 |" in rows
+    assert "| `max_drop=0.2` over the same | 0.800 | 0.900 |" in rows
+    assert "| `max_drop=0` over its bare matrix products | 1.250 | - |" in rows
+    assert not any("over_" in row for row in rows), "words, not names of figures"
+
+
+def test_every_layer_figure_has_words(filler: ModuleType) -> None:
+    printed = (ROOT / "benchmarks" / "layer.py").read_text(encoding="utf-8")
+    assert {name.rsplit(".", 1)[1] for name in filler.LAYER_WORDS} == set(
+        re.findall(r"layer\.\{name\}\.[\w.{}:]+?\.(\w+)\"", printed)
+    )
 
 
 def test_figures_of_an_unreached_target_are_refused(filler: ModuleType) -> None:
@@ -112,6 +136,43 @@ def test_relative_links_resolve(path: Path) -> None:
         page = (path.parent / target).resolve() if target else path
         assert page.exists(), link
         assert not anchor or anchor in _anchors(page), link
+
+
+def test_every_page_is_reachable_from_the_readme() -> None:
+    """Following links, as a reader does."""
+    seen, todo = set[Path](), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        targets = (link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8")))
+        todo += [
+            (page.parent / t).resolve()
+            for t in targets
+            if t and "://" not in t and not t.startswith("mailto:")
+        ]
+    assert set(PAGES) <= seen, sorted(_ids(page) for page in set(PAGES) - seen)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_ids)
+def test_commands_in_the_text_exist(path: Path) -> None:
+    from typer.main import get_command
+
+    from lrmoe.cli import app
+
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]
+    text = path.read_text(encoding="utf-8")
+    spoken = re.findall(r"`lrmoe ([a-z]+)", text)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    started = [
+        command
+        for kind, block in blocks
+        for command in re.findall(
+            r"^\$ lrmoe ([a-z]+)" if kind == "text" else r"^(?:\S+/)?lrmoe ([a-z]+)", block, re.MULTILINE
+        )
+    ]
+    assert {*spoken, *started} <= known
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if _blocks(path)], ids=_ids)

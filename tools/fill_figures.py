@@ -17,13 +17,21 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 REGION = re.compile(r"(<!-- figures:start -->\n).*?(<!-- figures:end -->)", re.DOTALL)
 QUANTITIES = {
     "steps": ("steps", 1, 0),
-    "MoE-layer time, critical path (s)": ("moe_time_critical_s", 1, 1),
+    "MoE-layer time, critical path over the modelled link (s)": ("moe_time_critical_s", 1, 1),
     "MoE-layer time, wall (s)": ("moe_time_wall_s", 1, 1),
     "bytes on the wire (GiB)": ("wire_bytes", 2**30, 2),
-    "peak rows of a rank in backward": ("backward_peak_rows", 1, 0),
-    "share of pairs kept in backward": ("kept_share", 1, 3),
+    "rows of the fullest rank in backward, mean over layer calls": ("backward_peak_rows", 1, 0),
+    "share of pairs kept in backward, exact warm-up included": ("kept_share", 1, 3),
 }
-LAYER_QUANTITY = re.compile(r"layer\.(fp32|bf16)\.(drop[\d.]+|masked_twin)\.(\w+)")
+LAYER_QUANTITY = re.compile(r"layer\.(fp32|bf16)\.((?:drop[\d.]+|masked_twin)\.\w+)")
+LAYER_WORDS = {
+    "drop0.over_best_peer": "`max_drop=0` over the faster of Transformers' own experts",
+    "drop0.2.over_best_peer": "`max_drop=0.2` over the same",
+    "drop0.5.over_best_peer": "`max_drop=0.5` over the same",
+    "drop0.over_gemms": "`max_drop=0` over its bare matrix products",
+    "drop0.2.overhead_share": "share of the layer's time that pruning adds, `max_drop=0.2`",
+    "masked_twin.over_drop0": "half the pairs masked, not compacted, over `max_drop=0`",
+}
 
 
 def demo_table(summary: dict[str, Any]) -> str:
@@ -41,20 +49,29 @@ def demo_table(summary: dict[str, Any]) -> str:
         left, right = fixed[key] / unit, ours[key] / unit
         rows.append(f"| {label} | {left:.{digits}f} | {right:.{digits}f} | {right / left:.3f} |")
     head = f"`make demo`: training to loss {summary['target_loss']:g}, {summary['world_size']} processes, "
-    return "\n".join([head + _where(summary["context"]) + ":", "", *rows])
+    return "\n".join([head + _where(summary["context"]) + ":", "", *rows, "", _critical_path(summary)])
+
+
+def _critical_path(summary: dict[str, Any]) -> str:
+    speed = summary["link_bytes_per_s"] / 2**20
+    return (
+        "Critical path: per layer call and phase the largest thread CPU time of any process, plus bytes over a "
+        f"modelled link of {speed:.0f} MiB/s; wall is what the clock of this machine saw."
+    )
 
 
 def layer_table(lines: list[dict[str, Any]]) -> str:
-    """Every ratio that benchmarks/layer.py printed."""
-    rows = ["| figure | value |", "|---|---|"]
-    rows += [f"| `{item['name']}` | {item['value']:.3f} |" for item in lines if _is_ratio(item)]
-    head = f"`make bench`, {_where(lines[0]['context'])}; `over` is ours / other, below 1 is better:"
-    return "\n".join([head, "", *rows])
-
-
-def _is_ratio(item: dict[str, Any]) -> bool:
-    found = LAYER_QUANTITY.fullmatch(item["name"])
-    return found is not None and ("over_" in found[3] or found[3].endswith("_share"))
+    """The ratios that benchmarks/layer.py printed, a row each, a column per dtype."""
+    found = {
+        match.groups(): item["value"] for item in lines if (match := LAYER_QUANTITY.fullmatch(item["name"]))
+    }
+    dtypes = list(dict.fromkeys(dtype for dtype, _ in found))
+    rows = [f"| | {' | '.join(dtypes)} |", "|---" * (1 + len(dtypes)) + "|"]
+    for quantity, words in LAYER_WORDS.items():
+        cells = (found.get((dtype, quantity)) for dtype in dtypes)
+        rows.append(f"| {words} | {' | '.join('-' if cell is None else f'{cell:.3f}' for cell in cells)} |")
+    head = f"`make bench`: time of one layer, forward and backward, {_where(lines[0]['context'])}; a ratio below 1 is"
+    return "\n".join([f"{head} faster:", "", *rows])
 
 
 def _where(context: dict[str, Any]) -> str:
