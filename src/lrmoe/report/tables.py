@@ -134,9 +134,6 @@ PEAK_NOTE = (
     "Peak / mean load: rows of the most loaded rank over the mean load with nothing dropped, worst layer, mean over "
     "steps."
 )
-_TRAIN_NOTE = PEAK_NOTE + (
-    " Of a resumed run, times, bytes and the kept share are those since it was resumed."
-)
 _HEADLINE_NOTE = "Rows of the fullest rank: mean over layer calls, exact warm-up steps included."
 FIGURES = (*_TRAIN, *(row for row in _HEADLINE if row[1] not in {name for _, name, _ in _TRAIN}))
 _COMPARED = frozenset(name for _, name, _ in _HEADLINE) - {"kept_share", "final_loss"}
@@ -184,7 +181,7 @@ def _train_headline(run: Run) -> Table:
     rows = [
         (title, write(value)) for title, name, write in _TRAIN if (value := system.number(name)) is not None
     ]
-    return Table(title="Figures of the run", columns=("", system.name), rows=rows, note=_TRAIN_NOTE)
+    return Table(title="Figures of the run", columns=("", system.name), rows=rows, note=PEAK_NOTE)
 
 
 def train_summary(run: Run) -> Table:
