@@ -72,14 +72,17 @@ def test_sums_of_a_step() -> None:
     assert step.as_dict()["tokens_per_s"] == pytest.approx(4000)
 
 
-def test_lines_are_json_and_resuming_cuts_what_came_after(tmp_path: Path) -> None:
+def test_lines_are_json_and_resuming_cuts_what_came_after(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with MetricsWriter(tmp_path) as writer:
         for step in (1, 2, 3):
             writer.write(step, metrics(step).as_dict())
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # a line cut off by a kill
-    with MetricsWriter(tmp_path, resume_step=2) as writer:
+    with caplog.at_level(logging.INFO), MetricsWriter(tmp_path, resume_step=2) as writer:
         writer.write(3, {"step": 3, "loss": 9.0})
+    assert caplog.messages == [f"{tmp_path / 'metrics.jsonl'}: 2 lines after step 2 dropped"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[-1]["loss"] == 9.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from lrmoe.checkpoint.manifest import describe
 from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
+from lrmoe.training.resume import ranks_saved
 from lrmoe.training.state import checkpoint_root, reshard
 from tests.distributed.pool import Pool
 from tests.training.tiny import float64_model, local_state, tiny_config, whole_state
@@ -85,11 +87,15 @@ def resume_ranks(config: TrainConfig) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_two_ranks_then_one_then_two(pool2: Pool, tmp_path: Path) -> None:
+def test_two_ranks_then_one_then_two(pool2: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     two = tiny_config(tmp_path, lrmoe={"max_drop": 0.0})
     one = two.replace(train={"batch_size": 2 * two.train.batch_size})
     through = whole_state(pool2.run(train_and_save, two))
-    alone = whole_state([resume_and_train(one, None)])
+    assert ranks_saved(two) == 2
+    assert ranks_saved(two.replace(train={"device": "auto"})) is None, "torchrun starts those"
+    with caplog.at_level(logging.INFO):
+        alone = whole_state([resume_and_train(one, None)])
+    assert "resumed from step 2, saved by 2 ranks, now 1" in caplog.messages
     again = whole_state(pool2.run(resume_ranks, two))
     for name in through:
         torch.testing.assert_close(alone[name], through[name], rtol=1e-10, atol=1e-13)

@@ -207,7 +207,7 @@ def _check_corpus(trainer: Trainer, checkpoint: Checkpoint) -> None:
     saved, corpus = checkpoint.state["corpus"], trainer.corpus
     if saved["sha256"] == corpus.fingerprint:
         return
-    refuse_changes(checkpoint.state["config"]["data"], trainer.config.to_dict()["data"], "data")
+    refuse_changes(checkpoint.state["config"].get("data", {}), trainer.config.to_dict()["data"], "data")
     raise CheckpointError(
         f"{checkpoint.folder}: was trained on another corpus ({saved['name']}, SHA-256 {saved['sha256'][:12]}) "
         f"than the one given ({corpus.name}, {corpus.fingerprint[:12]})"
