@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lrmoe.errors import ConfigError
 from lrmoe.report import html, tables
@@ -99,6 +101,15 @@ def test_times_say_what_is_modelled_and_over_which_link(compared: Run) -> None:
     )
     assert "rows on the link (modelled)" in [trace["name"] for trace in chart.traces]
     assert any("modelled" in row[0] for row in tables.headline(compared).rows)
+
+
+def test_notes_in_a_terminal_start_at_the_left(compared: Run) -> None:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(tables.headline(compared).rich())
+    lines = console.export_text().splitlines()
+    end = next(i for i, text in enumerate(lines) if text.startswith("\u2514"))
+    assert lines[end + 1].startswith("In brackets: against megatron.")
+    assert not any(text.startswith(" ") for text in lines[end + 1 :])
 
 
 def test_without_a_link_only_wall_time_is_compared(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ class Table:
 
     def rich(self) -> RichTable:
         """The table for a terminal."""
-        table = RichTable(title=escape(self.title), caption=escape(self.note) or None, title_justify="left")
+        table = RichTable(title=escape(self.title), caption=escape(self.note) or None)
+        table.title_justify = table.caption_justify = "left"
         for i, column in enumerate(self.columns):
             table.add_column(
                 escape(column),
