@@ -9,6 +9,7 @@ import itertools
 import math
 
 import numpy as np
+from hypothesis import reject
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_matrix, lil_matrix
@@ -166,6 +167,47 @@ def milp_peak(
         integrality=np.ones(columns),
     )
     return None if answer.x is None else round(answer.fun)
+
+
+def milp_wired(
+    problem: Problem, expert_J: np.ndarray, rank_J: np.ndarray, wire: int | None, weight: float = 0.0
+) -> float | None:
+    """Least max over ranks of max(load, weight * entering rows) over whole kept and local pairs; None: infeasible.
+
+    Of q[e] kept pairs at most C[d, e] q[e] / n[e] wait on rank d itself; what d runs beyond them enters it.
+    """
+    instances, experts, ranks = expert_J.size, problem.topology.experts, problem.topology.ranks
+    own_J, counts_E = problem.counts_RE[rank_J, expert_J], problem.counts_E
+    on_rank, of_expert = (
+        np.equal.outer(np.arange(ranks), rank_J),
+        np.equal.outer(np.arange(experts), expert_J),
+    )
+    none, peak = np.zeros((ranks, instances)), np.ones((ranks, 1))
+    local = np.hstack([-own_J[:, None] * of_expert[expert_J], np.diag(counts_E[expert_J])])
+    blocks = [
+        (np.hstack([of_expert, np.zeros((experts, instances + 1))]), problem.floor_E, counts_E),
+        (
+            np.hstack([np.ones(instances), np.zeros(instances + 1)])[None],
+            problem.pairs - problem.drop_cap,
+            np.inf,
+        ),
+        (np.hstack([on_rank, none, -peak]), -np.inf, 0),
+        (np.hstack([on_rank, -1.0 * on_rank, 0 * peak]), -np.inf, np.inf if wire is None else wire),
+        (np.hstack([weight * on_rank, -weight * on_rank, -peak]), -np.inf, 0),
+        (np.hstack([-np.eye(instances), np.eye(instances), np.zeros((instances, 1))]), -np.inf, 0),
+        (np.hstack([local, np.zeros((instances, 1))]), -np.inf, 0),
+    ]
+    whole = np.append(np.ones(2 * instances), 0)
+    answer = milp(
+        1 - whole,
+        constraints=[LinearConstraint(*block) for block in blocks],
+        bounds=Bounds(0, np.inf),
+        integrality=whole,
+        options={"time_limit": 2},
+    )
+    if answer.status == 1:  # undecided: this example says nothing
+        reject()
+    return None if answer.x is None else float(answer.fun)
 
 
 def fewest_moves(expert_J: np.ndarray, rank_J: np.ndarray, stay_J: np.ndarray, level: int, ranks: int) -> int:

@@ -130,26 +130,6 @@ def test_plans_are_identical_across_repeats(question: Problem, slots: int) -> No
     assert plan(one).fingerprint() == plan(two).fingerprint()
 
 
-def entering(problem: Problem, found: LayerPlan) -> np.ndarray:
-    """Kept pairs that enter each rank from others, sources in proportion to their counts."""
-    assert found.backward_J is not None
-    own_J = problem.counts_RE[found.instance_rank_J, found.instance_expert_J]
-    share_J = (found.quota_E / np.maximum(found.counts_E, 1))[found.instance_expert_J]
-    over_J = np.maximum(found.backward_J - np.floor(own_J * share_J), 0)
-    return np.bincount(found.instance_rank_J, over_J, minlength=problem.topology.ranks)
-
-
-def test_a_cap_on_the_wire_is_kept_or_passed_by_little() -> None:
-    counts = generate("lognormal", ranks=8, experts=32, top_k=4, tokens=2048, seed=2)[0]
-    free = make(counts, slots=2, max_drop=0.2)
-    loose = entering(free, plan(free)).max()
-    for share in (0.97, 0.93, 0.9):  # quotas leave out more where rows enter; routing alone stops at 0.99
-        capped = dataclasses.replace(free, wire_rows=int(share * loose))
-        assert entering(capped, plan(capped)).max() <= share * loose
-    hopeless = dataclasses.replace(free, wire_rows=1)
-    assert entering(hopeless, plan(hopeless)).max() <= loose
-
-
 @pytest.mark.parametrize("counts", [np.zeros((2, 4), np.int64), np.eye(2, 4, dtype=np.int64)])
 @pytest.mark.parametrize("slots", [0, 1, 2])
 def test_idle_calls_and_single_pairs(counts: np.ndarray, slots: int) -> None:

@@ -47,9 +47,9 @@ class Spread:
 
 
 @st.composite
-def spreads(draw: st.DrawFn, *, max_ranks: int = 7) -> Spread:
+def spreads(draw: st.DrawFn, *, max_ranks: int = 7, max_count: int = 300) -> Spread:
     """Random replicas, and forward pairs that may be far from balanced."""
-    problem = draw(problems(max_ranks=max_ranks, max_local=4))
+    problem = draw(problems(max_ranks=max_ranks, max_local=4, max_count=max_count))
     ranks, experts = problem.topology.ranks, problem.topology.experts
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     hosted = rng.random((ranks, experts)) < draw(st.sampled_from([0.05, 0.2, 0.5]))

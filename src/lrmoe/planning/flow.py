@@ -91,6 +91,11 @@ class Network:
                 while load[source] > limit[source] and self._push(source, limit, depth, turn):
                     pass
 
+    def reached(self, limit: list[int]) -> list[bool]:
+        """Whether each node can be reached from a place above its limit, after `relieve` found no room."""
+        sources = [place for place, most in enumerate(limit) if self.load[place] > most]
+        return [one >= 0 for one in self._depths(sources, limit)[0]]
+
     def _necessary(self, stuck: list[int], cap: list[int], drop_cap: int) -> int:
         """Least level at which the places reached could hold their load."""
         total = sum(self.load[place] for place in stuck)

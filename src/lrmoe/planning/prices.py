@@ -33,11 +33,13 @@ class Quotas:
     Attributes:
         quota_E: int64 (E,). stay_J: int64 (J,), about where they lie in forward; its sums over instances are quota_E.
         peak: the least possible peak of these quotas under the drop cap (or what `overload` aimed at).
+        wire_rows: most rows that may enter a rank at that peak, or None (wires.py).
     """
 
     quota_E: IntArray
     stay_J: IntArray
     peak: int
+    wire_rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,15 +69,13 @@ def replica_quotas(
     """Quotas for a placement with replicas: legal for `problem` and of least peak.
 
     Args:
-        problem: counts, drop cap, floors, mode, score history; `wire_rows` bounds what ranks keep by what would enter.
+        problem: counts, drop cap, floors, mode, score history; the network is no limit here (wires.py).
         expert_J, rank_J, pairs_J: int64 (J,), instances and their forward pairs.
         cap_R: int64 (R,), most kept pairs of each rank (kept to as far as the drop cap allows), or None.
     """
     if cap_R is None:
         cap_R = np.full(problem.topology.ranks, UNLIMITED)
     places = _Places(problem=problem, expert_J=expert_J, rank_J=rank_J, cap_R=cap_R.copy())
-    if problem.wire_rows is not None:
-        np.minimum(places.cap_R, _wire_caps(places, pairs_J, problem.wire_rows), out=places.cap_R)
     goal = overload_goal(problem)
     load_R = places.on_ranks(pairs_J)
     if problem.drop_cap == 0 or (goal and bool((load_R <= np.minimum(goal, places.cap_R)).all())):
@@ -169,14 +169,6 @@ def _floors(problem: Problem, expert_J: IntArray, pairs_J: IntArray) -> IntArray
     low = np.empty_like(pairs_J)
     low[order] = np.clip(problem.floor_E[expert] - before, 0, pairs)
     return low
-
-
-def _wire_caps(places: _Places, pairs_J: IntArray, wire_rows: int) -> IntArray:
-    """Most kept pairs of each rank whose share from other ranks, as in forward, enters within `wire_rows`."""
-    own_J = places.problem.counts_RE[places.rank_J, places.expert_J]
-    load_R, enter_R = places.on_ranks(pairs_J), places.on_ranks(np.maximum(pairs_J - own_J, 0))
-    caps = np.floor(wire_rows * (load_R / np.maximum(enter_R, 1)))
-    return np.where(enter_R > 0, np.minimum(caps, float(2**53)), float(2**53)).astype(np.int64)
 
 
 def _priced(places: _Places, pairs_J: IntArray, keep_R: IntArray) -> FloatArray:

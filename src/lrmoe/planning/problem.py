@@ -106,7 +106,9 @@ class Problem:
         max_chunks: most parts that a rank's rows may run in.
         replica_rows: memory of one replica, in rows.
         move_rows: extra rows (mu) that a pair counts where backward runs it at another rank than forward.
-        wire_rows: most rows that may enter a rank from others, or None.
+        wire_rows: most kept rows that may enter a rank from others in backward, or None.
+        wire_weight: rows of compute that an entering row costs; backward minimises the larger of load and
+            wire_weight * rows entering over all ranks. 0: the network is no part of the peak.
         local_rows: least pairs a replica must make local to be worth its traffic, or None for balance only.
         history: past calls, for policies that plan from them.
 
@@ -128,6 +130,7 @@ class Problem:
     replica_rows: int = 0
     move_rows: float = 0.0
     wire_rows: int | None = None
+    wire_weight: float = 0.0
     local_rows: int | None = None
     history: History | None = None
 
@@ -163,6 +166,8 @@ class Problem:
                 raise PlanError(f"{name}={value}: must be at least 1, or None for no limit")
         if self.max_chunks < 1:
             raise PlanError(f"max_chunks={self.max_chunks}: must be at least 1")
+        if not 0 <= self.wire_weight < math.inf:
+            raise PlanError(f"wire_weight={self.wire_weight}: must be a finite number, not negative")
         for name in ("replica_rows", "move_rows", "min_keep"):
             if getattr(self, name) < 0:
                 raise PlanError(f"{name}={getattr(self, name)}: must not be negative")

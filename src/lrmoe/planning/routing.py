@@ -52,7 +52,7 @@ class Limits:
     local_J: IntArray | None = None
 
 
-class _Case:
+class Case:
     """One routing question as lists, and its start: every pair where it stays."""
 
     def __init__(
@@ -148,7 +148,7 @@ def route(
     Raises:
         InfeasibleError: the caps cannot be met.
     """
-    case = _Case(expert_J, rank_J, stay_J, ranks, limits or Limits())
+    case = Case(expert_J, rank_J, stay_J, ranks, limits or Limits())
     floor = -(-sum(case.stay) // ranks)
     least, pairs = _at(case, floor)
     best = _judge(case, pairs, least, move_rows)
@@ -162,7 +162,7 @@ def route(
     return best
 
 
-def _at(case: _Case, level: int) -> tuple[int, list[int]]:
+def _at(case: Case, level: int) -> tuple[int, list[int]]:
     """The least level of at least `level`, and pairs per instance at it with few moves."""
     if case.within and max(case.load, default=0) <= level:
         return level, case.stay
@@ -175,7 +175,7 @@ def _at(case: _Case, level: int) -> tuple[int, list[int]]:
     return reached, pairs
 
 
-def _send_back(case: _Case, pairs: list[int], load: list[int], level: int) -> None:
+def _send_back(case: Case, pairs: list[int], load: list[int], level: int) -> None:
     """Return moved pairs to where they stayed as long as one of them can go back at the same peak. In place."""
     room = [min(level, cap) - now for cap, now in zip(case.cap or [level] * case.ranks, load, strict=True)]
     entering = [0] * case.ranks
@@ -199,7 +199,7 @@ def _send_back(case: _Case, pairs: list[int], load: list[int], level: int) -> No
 
 
 def _shift(
-    case: _Case, pairs: list[int], room: list[int], entering: list[int], a: int, b: int, amount: int
+    case: Case, pairs: list[int], room: list[int], entering: list[int], a: int, b: int, amount: int
 ) -> None:
     """Move pairs from instance a to instance b and keep the accounts."""
     for j, change in ((a, -amount), (b, amount)):
@@ -209,7 +209,7 @@ def _shift(
         room[case.rank[j]] -= change
 
 
-def _judge(case: _Case, pairs: list[int], least: int, move_rows: float) -> Routing:
+def _judge(case: Case, pairs: list[int], least: int, move_rows: float) -> Routing:
     load, moved_in = [0] * case.ranks, [0] * case.ranks
     for rank, now, stay in zip(case.rank, pairs, case.stay, strict=True):
         load[rank] += now

@@ -2,7 +2,8 @@
 
 Source: the published account of the method (dynamic experts and tokens orchestration), with algorithms of this project
 where it is silent: excess-room matching for replicas, prices for quotas, exact least-peak routing of kept pairs.
-Inputs: the current counts; per-expert score means of past calls where known. Acts at every call.
+Inputs: the current counts; per-expert score means of past calls (never past counts) for how quotas share the drop.
+Acts at every call.
 Moves: replica weights out, again for backward, gradients back; rows.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from lrmoe.errors import InfeasibleError
+from lrmoe.planning.cuts import local_rows
 from lrmoe.planning.ladder import Rungs, climb, kept_caps
 from lrmoe.planning.placement import Placement, place
 from lrmoe.planning.plan import LayerPlan
@@ -21,20 +23,21 @@ from lrmoe.planning.problem import IntArray, Problem
 from lrmoe.planning.quotas import home_quotas, overload_goal
 from lrmoe.planning.routing import Limits, Routing, route
 from lrmoe.planning.split import split_instances
+from lrmoe.planning.wires import wired, wired_quotas
 
 
 def plan(problem: Problem) -> LayerPlan:
     """Least forward peak under slots and budget, least backward peak under the drop cap, then least loss and few moves.
 
     Raises:
-        InfeasibleError: the budget cannot be met even in chunks.
+        InfeasibleError: the budget cannot be met even in chunks, or `wire_rows` not even with the whole drop.
     """
     if problem.slots == 0:
         return _at_home(problem)
     placement = place(problem, level=_aim(problem))
     if not placement.replicas_R.any():
         return _at_home(problem)
-    quotas = replica_quotas(
+    quotas = (wired_quotas if wired(problem) else replica_quotas)(
         problem,
         placement.expert_J,
         placement.rank_J,
@@ -62,7 +65,7 @@ def _aim(problem: Problem) -> int | None:
 def _at_home(problem: Problem) -> LayerPlan:
     none_R = np.zeros(problem.topology.ranks, dtype=np.int64)
     caps = kept_caps(problem, none_R)
-    quota_E = home_quotas(problem, caps)
+    quota_E = _wired_at_home(problem, caps) if wired(problem) else home_quotas(problem, caps)
     plan = LayerPlan.at_home(problem, quota_E, _reason(problem, quota_E, caps))
     if caps is None:
         return plan
@@ -75,15 +78,23 @@ def _at_home(problem: Problem) -> LayerPlan:
     )
 
 
+def _wired_at_home(problem: Problem, caps: IntArray | None) -> IntArray:
+    """Quotas where every expert runs at home and the network is a limit, int64 (E,)."""
+    topology = problem.topology
+    experts = np.arange(topology.experts, dtype=np.int64)
+    return wired_quotas(problem, experts, topology.home_E, problem.counts_E, caps).quota_E
+
+
 def _route(problem: Problem, placement: Placement, quotas: Quotas) -> Routing:
-    """Backward places: within the caps where they can be met, and as near to the cap on wires as possible."""
+    """Backward places: within the wires, and within the caps of ranks where both can be met."""
     caps = kept_caps(problem, placement.replicas_R)
 
-    def within(cap_R: IntArray | None, wire: int | None) -> Routing:
+    def within(cap_R: IntArray | None) -> Routing:
         limits = Limits(cap_R=cap_R)
-        if wire is not None:
-            wire_R = np.full(problem.topology.ranks, wire, dtype=np.int64)
-            limits = Limits(cap_R=cap_R, wire_R=wire_R, local_J=_local(problem, placement, quotas))
+        if quotas.wire_rows is not None:
+            wire_R = np.full(problem.topology.ranks, quotas.wire_rows, dtype=np.int64)
+            local_J = local_rows(problem, placement.expert_J, placement.rank_J, quotas.quota_E)
+            limits = Limits(cap_R=cap_R, wire_R=wire_R, local_J=local_J)
         return route(
             placement.expert_J,
             placement.rank_J,
@@ -93,28 +104,14 @@ def _route(problem: Problem, placement: Placement, quotas: Quotas) -> Routing:
             move_rows=problem.move_rows,
         )
 
-    try:
-        return within(caps, problem.wire_rows)
-    except InfeasibleError:  # no rank needs to run more than in forward, where pairs stay
-        caps = None if caps is None else np.maximum(caps, placement.load_R)
-        if problem.wire_rows is None:
-            return within(caps, None)
-    low, high = problem.wire_rows, int(quotas.quota_E.sum())
-    while high - low > max(low // 100, 1):
-        middle = (low + high) // 2
+    # No rank needs to run more than in forward, where pairs stay; only wires can ask for that.
+    wider = [None] if caps is None else [caps, np.maximum(caps, placement.load_R), None]
+    for cap_R in wider[:-1]:
         try:
-            within(caps, middle)
-            high = middle
+            return within(cap_R)
         except InfeasibleError:
-            low = middle
-    return within(caps, high)
-
-
-def _local(problem: Problem, placement: Placement, quotas: Quotas) -> IntArray:
-    """About the kept pairs whose source is the instance's own rank, int64 (J,)."""
-    own_J = problem.counts_RE[placement.rank_J, placement.expert_J]
-    share_E = quotas.quota_E / np.maximum(problem.counts_E, 1)
-    return np.minimum((own_J * share_E[placement.expert_J]).astype(np.int64), own_J)
+            continue
+    return within(wider[-1])
 
 
 def _reason(problem: Problem, quota_E: IntArray, caps: IntArray | None) -> str:
