@@ -9,6 +9,7 @@ import pytest
 
 from lrmoe.errors import PlanError
 from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
+from lrmoe.planning.plan import Traffic
 
 COUNTS = np.array([[4, 1, 0, 3], [2, 5, 0, 1]])
 
@@ -67,3 +68,23 @@ def test_fingerprints_tell_plans_apart(question: Problem) -> None:
         other = getattr(plan, name).copy()
         other.flat[0] += 1
         assert changed(question, **{name: other}).fingerprint() != plan.fingerprint(), name
+
+
+def test_fingerprints_cover_everything_that_ranks_must_agree_on(question: Problem) -> None:
+    none_R = np.zeros(2, dtype=np.int64)
+    traffic = Traffic(fetch_R=none_R, refetch_R=none_R, return_R=none_R, state_R=none_R, resident_R=none_R)
+    changes: list[dict[str, object]] = [
+        {},
+        {"reason": "budget"},
+        {"forward_chunks": 2},
+        {"backward_chunks": 2},
+        {"recompute": True},
+        {"traffic": traffic},
+        *({"traffic": dataclasses.replace(traffic, **{name: none_R + 1})} for name in vars(traffic)),
+        {"counts_RE": COUNTS + 1},
+        {"backward_J": np.arange(4)},
+        {"copies_J": np.arange(4)},
+        {"overflow_RE": np.arange(4)},
+    ]
+    prints = [changed(question, **change).fingerprint() for change in changes]
+    assert len(set(prints)) == len(prints)

@@ -147,13 +147,18 @@ class LayerPlan:
         )
 
     def fingerprint(self) -> int:
-        """A 63-bit hash of the whole plan: equal on all ranks iff the plans are."""
+        """A 63-bit hash of every field but the topology: equal on all ranks iff the plans are."""
         digest = hashlib.blake2b(digest_size=8)
-        optional = [
-            array for array in (self.backward_J, self.overflow_RE, self.copies_J) if array is not None
-        ]
-        for array in (self.instance_expert_J, self.instance_rank_J, self.assign_RJ, self.quota_E, *optional):
-            digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        flags = (self.reason, self.forward_chunks, self.backward_chunks, self.recompute)
+        digest.update(repr(flags).encode())
+        moved = (None,) if self.traffic is None else tuple(vars(self.traffic).values())
+        for array in (
+            self.counts_RE, self.instance_expert_J, self.instance_rank_J, self.assign_RJ, self.quota_E,
+            self.backward_J, self.overflow_RE, self.copies_J, *moved,
+        ):  # fmt: skip
+            digest.update(b"-" if array is None else f"+{array.shape}".encode())
+            if array is not None:
+                digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         return int.from_bytes(digest.digest(), "little") >> 1
 
     def check(self, problem: Problem) -> None:
