@@ -64,7 +64,7 @@ class Cuts:
     """The cuts found so far, and the covering program over them.
 
     Args:
-        places: instances. cap_R: int64 (R,), most load of each rank at any level. wire_rows: most entering rows or None.
+        places: instances. cap_R: int64 (R,), most load of each rank at any level. wire_rows: most entering rows.
         weight: rows of the level that an entering row counts. loads: whether the level limits loads at all.
         careful: whether quotas are searched pair by pair where rounding alone breaks a cut (small tables only).
     """

@@ -98,11 +98,10 @@ class Matching:
         spans = [range(n * size, (n + 1) * size) for n in range(topology.nodes)]
         total, most = [sum(self.load[r] for r in span) for span in spans], level * size
         owned: dict[int, list[tuple[int, int]]] = {}
+        gates = [self._gate(span) for span in spans]
         while max(total) > most:
             a = total.index(max(total))
-            takers = [
-                n for n, load in enumerate(total) if load + self.charge < most and self._gate(spans[n]) >= 0
-            ]
+            takers = [n for n, load in enumerate(total) if load + self.charge < most and gates[n] >= 0]
             if not takers:
                 return
             b = min(takers, key=lambda n: (total[n], n))
@@ -110,7 +109,7 @@ class Matching:
                 owned[a] = sorted(entry for rank in spans[a] for entry in self._own(rank))
             want = min(total[a] - most, most - total[b] - self.charge)
             left, expert = owned[a].pop(min(bisect_left(owned[a], (want, -1)), len(owned[a]) - 1))
-            gate = self._gate(spans[b])
+            gate = gates[b]
             if min(left, want) <= 0:
                 return
             self.give(expert, gate, want)
@@ -118,6 +117,8 @@ class Matching:
             self.gateway.setdefault(gate, []).append(expert)
             total[a] -= left - self.left[expert]
             total[b] = sum(self.load[r] for r in spans[b])
+            for node in (b, expert // self.local // size):  # only their loads have changed
+                gates[node] = self._gate(spans[node])
 
     def _gate(self, span: range) -> int:
         """The emptiest rank of a node that has a free slot, or -1."""

@@ -18,7 +18,7 @@ import numpy as np
 from lrmoe.planning.matching import Matching
 from lrmoe.planning.problem import IntArray, Problem, Topology
 
-RESTARTS = 384  # attempts where the lowest level fails, times ranks
+RESTARTS = 1536  # attempts where the lowest level fails, times ranks squared: their time falls with the ranks
 NODE_SLACKS = (0.0, 0.0025, 0.005, 0.01, 0.02)  # peak given away for fewer copies between nodes
 _FINE = 1000  # levels closer than 1/1000 are not told apart
 
@@ -90,7 +90,7 @@ def _search(fixed: Matching, aim: int, slots: int, start: Start) -> Matching:
     bound = max(aim, _lower_bound(fixed, slots))
     best = min(fixed, best, key=lambda one: one.peak)
     fine, share, failed = max(bound // _FINE, 1), 2, 0
-    for seed in range(min(max(RESTARTS // len(ranks), 4), 96)):
+    for seed in range(min(max(RESTARTS // len(ranks) ** 2, 4), 96)):
         gap = best.peak - bound
         if gap <= fine:
             break

@@ -139,9 +139,9 @@ def split_instances(
     """
     several = np.bincount(expert_J, minlength=counts_RE.shape[1])[expert_J] > 1
     if not several.any():
-        return counts_RE[:, expert_J]
-    result = counts_RE[:, expert_J]
-    result[:, several] = _split_shared(
+        return np.take(counts_RE, expert_J, axis=1)
+    result = np.take(counts_RE, expert_J, axis=1)
+    result[:, np.flatnonzero(several)] = _split_shared(
         counts_RE, expert_J[several], rank_J[several], pairs_J[several], node_R
     )
     return result
@@ -151,7 +151,7 @@ def _split_shared(
     counts_RE: IntArray, expert_J: IntArray, rank_J: IntArray, pairs_J: IntArray, node_R: IntArray
 ) -> IntArray:
     experts, column_J = np.unique(expert_J, return_inverse=True)
-    left_RE = counts_RE[:, experts]
+    left_RE = np.take(counts_RE, experts, axis=1)
     local_J = np.minimum(left_RE[rank_J, column_J], pairs_J)
     left_RE[rank_J, column_J] -= local_J
     lack_J = pairs_J - local_J
@@ -162,7 +162,8 @@ def _split_shared(
         lack_J = lack_J - result.sum(axis=0)
     start_J = _starts(column_J, lack_J)
     end_RE = np.cumsum(left_RE, axis=0)
-    reached = np.clip(end_RE[:, column_J], start_J, start_J + lack_J)
+    reached = np.take(end_RE, column_J, axis=1)
+    np.clip(reached, start_J, start_J + lack_J, out=reached)
     result[0] += reached[0] - start_J
     result[1:] += reached[1:] - reached[:-1]
     result[rank_J, np.arange(rank_J.size)] += local_J
@@ -183,9 +184,12 @@ def _overlap_in_nodes(
     before_NE = np.cumsum(sent_NE, axis=0) - sent_NE
     end_RE = np.cumsum(left_RE, axis=0) + (offset_NE - before_NE)[node_R]
     start_J = _starts(column_J * nodes + node_R[rank_J], lack_J) + offset_NE[node_R[rank_J], column_J]
-    high = np.minimum(end_RE[:, column_J], start_J + lack_J)
-    low = np.maximum((end_RE - left_RE)[:, column_J], start_J)
-    return np.maximum(high - low, 0)
+    high = np.take(end_RE, column_J, axis=1)
+    low = high - np.take(left_RE, column_J, axis=1)
+    np.minimum(high, start_J + lack_J, out=high)
+    np.maximum(low, start_J, out=low)
+    np.subtract(high, low, out=high)
+    return np.maximum(high, 0, out=high)
 
 
 def _starts(key_J: IntArray, length_J: IntArray) -> IntArray:

@@ -113,7 +113,7 @@ def _bound(cuts: Cuts, level: int, drop_cap: int) -> tuple[int, Cover] | None:
 
 
 def _quotas(cuts: Cuts, cover: Cover, level: int) -> IntArray | None:
-    """Whole quotas at a level: near the least loss if possible, else with the fewest drops; None where none is found."""
+    """Whole quotas at a level: near the least loss, else with the fewest drops; None where none is found."""
     problem = cuts.places.problem
     kept_E = problem.counts_E - cover.drops_E
     least = max(problem.pairs - problem.drop_cap, int(problem.floor_E.sum()))
