@@ -77,11 +77,12 @@ INFO: Mapping[str, PolicyInfo] = MappingProxyType(
         "lrmoe": PolicyInfo(
             title="LRMoE",
             source="this package",
-            inputs="both",
+            inputs="current counts",
             acts="every call",
             moves="replica weights forward and again backward, gradients home",
             slots="shared",
-            note="placement, routing and quotas from current counts; which pairs backward keeps also from past scores",
+            note="placement, routing and peaks from current counts alone, past counts are never read; how quotas share "
+            "the drop also from mean scores of past calls",
         ),
     }
 )
