@@ -140,7 +140,8 @@ def split_instances(
     several = np.bincount(expert_J, minlength=counts_RE.shape[1])[expert_J] > 1
     if not several.any():
         return np.take(counts_RE, expert_J, axis=1)
-    result = np.take(counts_RE, expert_J, axis=1)
+    result = np.empty((counts_RE.shape[0], expert_J.size), dtype=np.int64)
+    result[:, np.flatnonzero(~several)] = np.take(counts_RE, expert_J[~several], axis=1)
     result[:, np.flatnonzero(several)] = _split_shared(
         counts_RE, expert_J[several], rank_J[several], pairs_J[several], node_R
     )
@@ -155,25 +156,31 @@ def _split_shared(
     local_J = np.minimum(left_RE[rank_J, column_J], pairs_J)
     left_RE[rank_J, column_J] -= local_J
     lack_J = pairs_J - local_J
-    result = np.zeros((left_RE.shape[0], rank_J.size), dtype=np.int64)
-    if node_R[-1] != node_R[0]:
-        result = _overlap_in_nodes(left_RE, column_J, rank_J, lack_J, node_R)
-        np.subtract.at(left_RE.T, column_J, result.T)
-        lack_J = lack_J - result.sum(axis=0)
+    near = node_R[-1] != node_R[0]
+    if near:
+        source_SJ, near_SJ = _overlap_in_nodes(left_RE, column_J, rank_J, lack_J, node_R)
+        np.subtract.at(left_RE, (source_SJ, column_J), near_SJ)
+        lack_J = lack_J - near_SJ.sum(axis=0)
     start_J = _starts(column_J, lack_J)
     end_RE = np.cumsum(left_RE, axis=0)
     reached = np.take(end_RE, column_J, axis=1)
     np.clip(reached, start_J, start_J + lack_J, out=reached)
-    result[0] += reached[0] - start_J
-    result[1:] += reached[1:] - reached[:-1]
+    result = np.empty_like(reached)
+    result[0] = reached[0] - start_J
+    np.subtract(reached[1:], reached[:-1], out=result[1:])
+    if near:
+        np.add.at(result, (source_SJ, np.arange(rank_J.size)), near_SJ)
     result[rank_J, np.arange(rank_J.size)] += local_J
     return result
 
 
 def _overlap_in_nodes(
     left_RE: IntArray, column_J: IntArray, rank_J: IntArray, lack_J: IntArray, node_R: IntArray
-) -> IntArray:
-    """Overlaps of sources and instances of the same node: every node has a stretch of the line for itself."""
+) -> tuple[IntArray, IntArray]:
+    """Overlaps of sources and instances of the same node: every node has a stretch of the line for itself.
+
+    Returns the S ranks of each instance's node and their overlaps, int64 (S, J) each.
+    """
     nodes, experts = int(node_R[-1]) + 1, left_RE.shape[1]
     first_N = np.searchsorted(node_R, np.arange(nodes))
     sent_NE = np.add.reduceat(left_RE, first_N, axis=0)
@@ -184,12 +191,14 @@ def _overlap_in_nodes(
     before_NE = np.cumsum(sent_NE, axis=0) - sent_NE
     end_RE = np.cumsum(left_RE, axis=0) + (offset_NE - before_NE)[node_R]
     start_J = _starts(column_J * nodes + node_R[rank_J], lack_J) + offset_NE[node_R[rank_J], column_J]
-    high = np.take(end_RE, column_J, axis=1)
-    low = high - np.take(left_RE, column_J, axis=1)
-    np.minimum(high, start_J + lack_J, out=high)
-    np.maximum(low, start_J, out=low)
-    np.subtract(high, low, out=high)
-    return np.maximum(high, 0, out=high)
+    size_N, node_J = np.bincount(node_R, minlength=nodes), node_R[rank_J]
+    turn_S = np.arange(int(size_N.max()))[:, None]
+    there_SJ = turn_S < size_N[node_J]  # smaller nodes have fewer sources
+    source_SJ = np.where(there_SJ, first_N[node_J] + turn_S, 0)
+    end_SJ = end_RE[source_SJ, column_J]
+    high = np.minimum(end_SJ, start_J + lack_J)
+    low = np.maximum(end_SJ - left_RE[source_SJ, column_J], start_J)
+    return source_SJ, np.where(there_SJ, np.maximum(high - low, 0), 0)
 
 
 def _starts(key_J: IntArray, length_J: IntArray) -> IntArray:
