@@ -12,7 +12,7 @@ import pytest
 from lrmoe.errors import PlanError
 from lrmoe.planning import ExpertShape, LayerPlan, Problem, Topology, get_policy
 from lrmoe.planning.calibration import CONSTANTS, PHASES, Calibration, Constants, fit_phase_scale
-from lrmoe.planning.cost import LayerTime, predict_layer, predict_layer_ms, rank_traffic, replica_copies
+from lrmoe.planning.cost import LayerTime, predict_layer, rank_traffic, replica_copies
 from lrmoe.planning.hardware import Hardware, get_hardware
 from lrmoe.planning.moves import backward_moves
 from lrmoe.planning.shapes import SHAPES
@@ -207,7 +207,7 @@ class TestPublished:
 
 def test_the_public_function_gives_every_phase_in_order() -> None:
     plan = at_home(loaded(1.5), max_drop=0.2)
-    phases = predict_layer_ms(QWEN, H100, plan)
+    phases = predict_layer(QWEN, H100, plan).phases
     assert tuple(phases) == PHASES
     assert sum(phases.values()) == pytest.approx(predict_layer(QWEN, H100, plan).total_ms)
     assert all(type(ms) is float for ms in phases.values())
@@ -273,7 +273,7 @@ class TestCalibration:
             predict_layer(QWEN, H100, self.PLAN, calibration=other)
 
     def test_scales_are_median_ratios_that_undo_a_known_error(self) -> None:
-        modelled = [predict_layer_ms(QWEN, H100, at_home(loaded(p))) for p in (1.0, 1.5, 2.0)]
+        modelled = [predict_layer(QWEN, H100, at_home(loaded(p))).phases for p in (1.0, 1.5, 2.0)]
         measured = [{**call, "experts": 1.3 * call["experts"], "score": 9.0} for call in modelled]
         measured[0]["experts"] *= 50  # one call that was disturbed
         scale = fit_phase_scale(modelled, measured)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lrmoe.errors import ConfigError, PlanError, require_extra
 from lrmoe.planning.model_memory import OPTIMIZERS, Training
-from lrmoe.planning.shapes import SHAPES, ModelShape, get_shape, shape_from_config
+from lrmoe.planning.shapes import ModelShape, get_shape, shape_from_config
 from lrmoe.training.presets import PRESETS
 
 _UNITS = {
@@ -106,11 +106,6 @@ def _complete(config: Mapping[str, Any]) -> Mapping[str, Any]:
             f"model: transformers refuses the configuration: {str(error).splitlines()[0]}"
         ) from error
     return full
-
-
-def known_models() -> tuple[str, ...]:
-    """Names that `find_model` knows without a file."""
-    return (*(shape.name for shape in SHAPES.values()), *PRESETS)
 
 
 def reserved_estimate(

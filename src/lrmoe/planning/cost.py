@@ -63,22 +63,6 @@ class LayerTime:
         return self.forward_ms + self.backward_ms
 
 
-def predict_layer_ms(
-    shape: ExpertShape,
-    hardware: Hardware,
-    plan: LayerPlan,
-    *,
-    calibration: Calibration | None = None,
-    top_k: int = 8,
-    stash: bool = True,
-    planning_ms: float | None = None,
-) -> dict[str, float]:
-    """phase -> ms of one layer call, forward and backward together; arguments of `predict_layer`."""
-    return predict_layer(
-        shape, hardware, plan, calibration=calibration, top_k=top_k, stash=stash, planning_ms=planning_ms
-    ).phases
-
-
 def predict_layer(
     shape: ExpertShape,
     hardware: Hardware,

@@ -125,11 +125,6 @@ class ModelShape:
         return self.expert_params + self.other_params
 
     @property
-    def active_params(self) -> int:
-        """Parameters that one token meets."""
-        return self.other_params + self.expert_params * self.top_k // self.experts
-
-    @property
     def token_elements(self) -> int:
         """Elements per token that all layers keep for backward beside the routed experts.
 
