@@ -285,7 +285,10 @@ def simulate(
         str | None, typer.Option(help="Whose expert sizes; unset: the trace's, or Qwen3-30B-A3B.")
     ] = None,
     hardware: Annotated[str | None, typer.Option(help="Device of the predicted times (h100).")] = None,
-    name: Annotated[str | None, typer.Option(help="The run's folder is runs/<name>.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The run's folder is runs/<name>; unset: simulate, or the preset's.")
+    ] = None,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -315,6 +318,7 @@ def simulate(
         model=model,
         hardware=hardware,
         name=name,
+        overwrite=overwrite,
         as_json=as_json,
     )
     raise typer.Exit(code)
@@ -392,6 +396,7 @@ def plan(
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The sweep's table; unset: runs/plan/capacity.csv.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a table that is there.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -406,6 +411,7 @@ def plan(
         hardware=hardware,
         sweep=sweep or [],
         csv=csv,
+        overwrite=overwrite,
         as_json=as_json,
         gpus=gpus,
         ep=ep,

@@ -129,6 +129,49 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         simulate(**SMALL)
 
 
+def test_a_name_that_is_taken_is_refused_unless_asked() -> None:
+    two = {**SMALL, "systems": ["megatron"]}
+    simulate(**two, name="one")
+    before = Path("runs/one/summary.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"runs/one holds an earlier run .*--overwrite"):
+        simulate(**two, name="one")
+    assert Path("runs/one/summary.json").read_bytes() == before
+    simulate(**two, name="one", seed=5, overwrite=True)
+    assert Path("runs/one/summary.json").read_bytes() != before
+
+
+def test_the_default_name_replaces_simulations_and_nothing_else() -> None:
+    two = {**SMALL, "systems": ["megatron"]}
+    simulate(**two)
+    simulate(**two)
+    Path("runs/simulate/metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        simulate(**two)
+    simulate(**two, overwrite=True)
+    assert not Path("runs/simulate/metrics.jsonl").exists(), "one folder holds one run"
+    Path("runs/simulate/summary.json").write_text('{"systems": {}}')
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        simulate(**two)
+
+
+def test_checkpoints_and_the_trace_that_is_read_are_never_replaced() -> None:
+    folder = Path("runs/trained")
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds checkpoints"):
+        simulate(**SMALL, name="trained", overwrite=True)
+    counts = np.full((1, 4, 8), 3)
+    zero = np.zeros(1, dtype=np.int64)
+    Path("runs/traced").mkdir()
+    write_trace(
+        Path("runs/traced/trace.parquet"),
+        Trace(step_C=zero, micro_batch_C=zero, layer_C=zero, counts_CRE=counts),
+    )
+    for where in (Path("runs/traced"), Path("runs/traced/trace.parquet")):
+        with pytest.raises(ConfigError, match="holds the trace that is read"):
+            simulate(trace=where, name="traced", overwrite=True)
+    assert Path("runs/traced/trace.parquet").is_file()
+
+
 def test_the_published_preset_needs_its_baseline() -> None:
     with pytest.raises(ConfigError, match="needs megatron"):
         simulate(preset="published", systems=["lrmoe"])

@@ -15,6 +15,7 @@ from lrmoe.experiments.capacity import largest_micro_batch, solve
 from lrmoe.experiments.capacity_advice import advise
 from lrmoe.experiments.capacity_model import find_model, parse_size
 from lrmoe.experiments.capacity_question import Question
+from lrmoe.experiments.folder import check_free
 from lrmoe.planning.calibration import Calibration
 from lrmoe.planning.hardware import Hardware, get_hardware
 from lrmoe.telemetry.figures import figure
@@ -42,6 +43,7 @@ def plan(
     hardware: str = "h100",
     sweep: Sequence[str] = (),
     csv: Path | None = None,
+    overwrite: bool = False,
     as_json: bool = False,
     **options: Any,
 ) -> int:
@@ -50,7 +52,8 @@ def plan(
     Args:
         model: names or files, comma-separated. hardware: names, comma-separated.
         sweep: "gpus=8,16": an option and the values it takes; all combinations.
-        csv: where a sweep's table goes; None: runs/plan/capacity.csv.
+        csv: where a sweep's table goes; None: runs/plan/capacity.csv, where an earlier one is replaced.
+        overwrite: replace a file that is there.
         as_json: figures to stdout, one JSON object a line, instead of the tables.
         options: the other options of the command, as typed.
 
@@ -58,13 +61,24 @@ def plan(
         0; 3 where nothing fits (for a sweep: no case).
 
     Raises:
-        ConfigError: a bad value, or an unknown model, device, policy or option.
+        ConfigError: a bad value, an unknown model, device, policy or option, or a file that is there already.
     """
     axes = _axes(model, hardware, sweep)
     if all(len(values) == 1 for values in axes.values()) and csv is None and not sweep:
         case = {name: values[0] for name, values in axes.items()}
         return _one(_question({**options, **case}), as_json)
+    _check_csv(csv, overwrite)
     return _many(axes, options, csv or _CSV, as_json)
+
+
+def _check_csv(csv: Path | None, overwrite: bool) -> None:
+    """Refuse to replace a table that was put somewhere by name, or to write into the folder of another run."""
+    if csv is None:
+        check_free(_CSV.parent, own=(_CSV.name,), replaceable=True, overwrite=overwrite)
+    elif csv.exists() and not (overwrite and csv.is_file()):
+        raise ConfigError(
+            f"csv={str(csv)!r}: is there already; pass --overwrite to replace it, or choose another name"
+        )
 
 
 def _one(question: Question, as_json: bool) -> int:
@@ -89,7 +103,7 @@ def _one(question: Question, as_json: bool) -> int:
         say(report.verdict(answer, largest))
         return 0
     say("What would fit:")
-    for line in report.advice_lines(advice):
+    for line in report.advice_lines(answer, advice):
         say(line)
     raise InfeasibleError(report.verdict(answer, largest))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.capacity_model import parse_size
+from lrmoe.experiments.folder import check_free, clear
 from lrmoe.report import html, simulation
 from lrmoe.report.load import load_run
 from lrmoe.simulate.published import SEEDS, published_settings, run_published
@@ -24,6 +24,7 @@ from lrmoe.telemetry.figures import environment, figure
 from lrmoe.telemetry.traces import load
 
 RUNS = Path("runs")
+_OWN = ("summary.json", "report.html")
 SAY_EVERY_S = 5.0  # between lines where there is no terminal
 _FIXED_BY_PRESET = (
     "trace", "generator", "ranks", "experts", "top_k", "tokens", "steps", "budget", "seed", "max_drop", "model",
@@ -79,6 +80,7 @@ def simulate(
     hardware: str | None = None,
     options: Sequence[str] = (),
     name: str | None = None,
+    overwrite: bool = False,
     as_json: bool = False,
 ) -> int:
     """Plan recorded or generated calls under several systems, print tables, write runs/<name>/.
@@ -90,14 +92,15 @@ def simulate(
         systems: names; None takes all. ranks, experts: numbers with commas.
         top_k, tokens, steps, skip, max_drop, seed, model, hardware: None takes the defaults of Settings.
         slots: weight slots per rank beyond the home experts. budget: bytes per rank and call, or a size.
-        name: of the run's folder; None takes the preset's name or "simulate".
+        name: of the run's folder; None takes the preset's name or "simulate", and replaces an earlier simulation.
+        overwrite: replace an earlier run of that name, of any kind; never its checkpoints.
         as_json: figures to stdout, one JSON object a line; tables to stderr.
 
     Returns:
         0; 3 where a budget was given and no system fits it in every call.
 
     Raises:
-        ConfigError: bad options, trace or budget, or a folder that cannot be written.
+        ConfigError: bad options, trace or budget, a folder that cannot be written or a name that is taken.
     """
     given = {key: value for key, value in locals().items() if key in _FIXED_BY_PRESET and value}
     if preset is None:
@@ -124,6 +127,8 @@ def simulate(
         todo = lambda told: run_published(settings, told)  # noqa: E731
     html.check_installed()  # before minutes of planning, not after
     folder = _folder(name or preset or "simulate")
+    _keep_trace(trace, folder)
+    check_free(folder, own=_OWN, replaceable=name is None, overwrite=overwrite)
     console = Console(stderr=as_json)
     begin = time.monotonic()
     with _progress(console) as told:
@@ -193,10 +198,13 @@ def _value(text: str) -> Any:
 def _folder(name: str) -> Path:
     if not name or Path(name).name != name:
         raise ConfigError(f"name={name!r}: must be a folder's name, without separators")
-    there = next(path for path in (RUNS / name, RUNS, Path()) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ConfigError(f"name={name!r}: cannot write to {there.resolve()}")
     return RUNS / name
+
+
+def _keep_trace(trace: Path | None, folder: Path) -> None:
+    """A simulation must not replace the run whose trace it reads, not even where asked to overwrite."""
+    if trace is not None and folder.resolve() in (trace.resolve(), trace.resolve().parent):
+        raise ConfigError(f"name={folder.name!r}: {folder} holds the trace that is read; choose another name")
 
 
 @contextmanager
@@ -229,7 +237,7 @@ def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 def _show(summary: Mapping[str, Any], folder: Path, console: Console, as_json: bool) -> int:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        clear(folder)
         (folder / "summary.json").write_text(
             json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8"
         )

@@ -1,0 +1,70 @@
+"""Folders of commands that train nothing: another run is never replaced unasked. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from lrmoe.errors import ConfigError
+
+# of any run: train and compare write all but the last, which belongs to `lrmoe plan`
+RESULTS = ("metrics.jsonl", "summary.json", "trace.parquet", "report.html", "capacity.csv")
+
+
+def check_free(folder: Path, *, own: Sequence[str], replaceable: bool, overwrite: bool) -> None:
+    """Refuse a folder that cannot be written or holds another run; creates and changes nothing.
+
+    Args:
+        folder: of the run.
+        own: files that a run of the same kind leaves there.
+        replaceable: whether a run of the same kind may be replaced unasked (its name is the command's default).
+        overwrite: whether any earlier run may.
+
+    Raises:
+        ConfigError: names the folder and the ways out. Checkpoints are refused even with `overwrite`.
+    """
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        raise ConfigError(f"name={folder.name!r}: cannot write to {place}")
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        raise ConfigError(
+            f"name={folder.name!r}: {folder} holds checkpoints of a training run, which --overwrite does not touch; "
+            "choose another name, or remove it"
+        )
+    found = [name for name in RESULTS if _has_content(folder / name)]
+    if not found or overwrite or (replaceable and set(found) <= set(own) and _same_kind(folder)):
+        return
+    raise ConfigError(
+        f"name={folder.name!r}: {folder} holds an earlier run ({', '.join(found)}); pass --overwrite to replace it, "
+        "or choose another name"
+    )
+
+
+def clear(folder: Path) -> None:
+    """Make the folder and remove what an earlier run left there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (*RESULTS, "config.toml"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _same_kind(folder: Path) -> bool:
+    """Whether a summary, if there is one, is that of a simulation."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return True
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("kind") == "simulate"
