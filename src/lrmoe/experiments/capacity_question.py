@@ -112,10 +112,11 @@ class Question:
             raise ConfigError(f"ep={self.ranks}: must divide gpus={self.gpus}")
         if self.model.experts < self.ranks or self.model.experts % self.ranks:
             name, experts = "gpus" if self.ep is None else "ep", self.model.experts
-            valid = ", ".join(str(r) for r in range(1, experts + 1) if experts % r == 0)
+            valid = [ranks for ranks in self.expert_ranks if self.gpus % ranks == 0]
+            add = f"add --ep {valid[-1]}" if self.ep is None else f"take --ep {valid[-1]}"
             raise ConfigError(
                 f"{name}={self.ranks}: {self.model.name} has {experts} experts, which must be a multiple of the ranks "
-                f"that share them; valid: {valid}"
+                f"that share them; {add} (valid --ep on {self.gpus} GPUs: {', '.join(map(str, valid))})"
             )
         if self.gpus % self.node_count:
             raise ConfigError(f"nodes={self.node_count}: must divide gpus={self.gpus}")
@@ -136,6 +137,12 @@ class Question:
     def ranks(self) -> int:
         """Ranks that share the experts."""
         return self.gpus if self.ep is None else self.ep
+
+    @property
+    def expert_ranks(self) -> list[int]:
+        """Numbers of ranks that the model's experts can be shared by, ascending."""
+        experts = self.model.experts
+        return [ranks for ranks in range(1, experts + 1) if experts % ranks == 0]
 
     @property
     def node_count(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lrmoe.experiments.capacity import Answer
-from lrmoe.experiments.capacity_advice import Advice
+from lrmoe.experiments.capacity_advice import Advice, tried
 from lrmoe.planning.calibration import MODELLED, PHASES
 from lrmoe.report.tables import Table, number, size
 
@@ -102,11 +102,14 @@ def verdict(answer: Answer, largest: int) -> str:
     return f"fits: {_limits(answer)}{more}"
 
 
-def advice_lines(advice: Sequence[Advice]) -> list[str]:
-    """What to change, a line each."""
+def advice_lines(answer: Answer, advice: Sequence[Advice]) -> list[str]:
+    """What to change, a line each; where nothing helped, what was tried."""
     if not advice:
         return [
-            "no single change of options makes it fit: fewer layers per GPU (pipeline parallelism) or a smaller model"
+            f"  none of {len(changes)} changes that were planned, each by itself: {', '.join(changes)}"
+            for changes in (tried(answer.question),)
+        ] + [
+            "  not tried: pipeline parallelism (fewer layers per GPU), several changes at once, a smaller model"
         ]
     return [f"  {a.change}: fits, with micro-batches up to {a.micro_batch}" for a in advice]
 
