@@ -65,6 +65,12 @@ def test_a_forced_remainder_goes_to_another_rank_even_if_that_is_fuller() -> Non
     assert policy.spread(problem)[0][0] == {0: 80, 1: 40}
 
 
+def test_the_cap_rounds_down_once() -> None:
+    problem = ask(loads([7, 0], ranks=2))
+    assert LLEP(alpha=1.5).cap(problem) == 5  # int(1.5 * 7 // 2), not int(1.5 * (7 // 2)) = 4
+    assert LLEP().cap(problem) == 3
+
+
 def test_every_instance_takes_a_range_of_the_tokens_laid_end_to_end() -> None:
     problem = ask([[90, 0], [60, 50]])
     plan = LLEP(threshold=1.0, min_tokens=0)(problem)

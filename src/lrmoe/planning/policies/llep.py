@@ -88,7 +88,7 @@ class LLEP:
 
     def cap(self, problem: Problem) -> int:
         """Pairs a rank may get unless the remainder of an expert is forced on it."""
-        return int(self.alpha * (problem.pairs // problem.topology.ranks))
+        return int(self.alpha * problem.pairs // problem.topology.ranks)
 
     def needed(self, problem: Problem) -> bool:
         """Whether the loads are uneven enough to act."""
