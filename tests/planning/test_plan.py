@@ -50,6 +50,11 @@ def test_the_policys_plan_is_legal(question: Problem) -> None:
         ({"backward_J": [1, 0, 0, 0]}, "backward runs 1 pairs of expert 0"),
         ({"backward_J": [4, 4, 0]}, r"backward_J has shape \(3,\)"),
         ({"overflow_RE": COUNTS}, "source rank 0 sends"),
+        ({"counts_RE": COUNTS + 1}, "counts_RE differs from the problem's"),
+        ({"backward_J": [6.0, 6.0, 0.0, 4.0]}, "backward_J has dtype float64"),
+        ({"copies_J": [1.0, 1.0, 1.0, 1.0]}, "copies_J has dtype float64"),
+        ({"copies_J": [True, True, True, True]}, "copies_J has dtype bool"),
+        ({"overflow_RE": COUNTS * 0.0}, "overflow_RE has dtype float64"),
     ],
 )
 def test_every_kind_of_illegal_plan_is_found(
@@ -58,6 +63,35 @@ def test_every_kind_of_illegal_plan_is_found(
     arrays = {k: np.asarray(v) for k, v in changes.items()}
     with pytest.raises(PlanError, match=message):
         changed(question, **arrays).check(question)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reason": "because"}, "reason='because': must be one of 'off', 'always', 'overload', 'budget'"),
+        ({"forward_chunks": 0}, r"forward_chunks=0: must be a whole number in \[1, 64\]"),
+        ({"backward_chunks": 65}, "backward_chunks=65"),
+        ({"backward_chunks": 2.0}, "backward_chunks=2.0"),
+        ({"forward_chunks": True}, "forward_chunks=True"),
+        ({"quota_E": [6, 6, 0, 4]}, "quota_E has dtype list"),
+    ],
+)
+def test_words_and_numbers_of_a_plan_are_checked(
+    question: Problem, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        changed(question, **changes).check(question)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Traffic)])
+@pytest.mark.parametrize("value", [np.array([-1, 0]), np.zeros(3, dtype=np.int64), np.array([0.5, 0])])
+def test_traffic_is_counted_in_whole_experts_per_rank(
+    question: Problem, name: str, value: np.ndarray
+) -> None:
+    moved = changed(question).moved
+    changed(question, traffic=moved).check(question)
+    with pytest.raises(PlanError, match=f"traffic.{name} has"):
+        changed(question, traffic=dataclasses.replace(moved, **{name: value})).check(question)
 
 
 def test_fingerprints_tell_plans_apart(question: Problem) -> None:

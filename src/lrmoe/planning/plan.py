@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from lrmoe.errors import PlanError
 from lrmoe.planning.problem import IntArray, Problem, Topology
 
+REASONS = ("off", "always", "overload", "budget")  # why pairs are left out
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traffic:
@@ -163,13 +165,37 @@ class LayerPlan:
 
     def check(self, problem: Problem) -> None:
         """Raise PlanError where the plan is not a legal answer to `problem`."""
-        for name in ("instance_expert_J", "instance_rank_J", "assign_RJ", "quota_E"):
-            if not np.issubdtype(getattr(self, name).dtype, np.integer):
-                raise PlanError(f"{name} has dtype {getattr(self, name).dtype}: must be an integer dtype")
+        self._check_types()
+        self._check_words(problem)
+        if not np.array_equal(self.counts_RE, problem.counts_RE):
+            raise PlanError("counts_RE differs from the problem's: the plan was made for other counts")
         self._check_instances()
         self._check_conservation(problem)
         self._check_quotas(problem)
         self._check_backward()
+
+    def _check_types(self) -> None:
+        for name in (
+            "counts_RE", "instance_expert_J", "instance_rank_J", "assign_RJ", "quota_E", "backward_J", "overflow_RE",
+            "copies_J",
+        ):  # fmt: skip
+            if (array := getattr(self, name)) is not None:
+                _check_integers(name, array)
+        if self.traffic is None:
+            return
+        for name, array in vars(self.traffic).items():
+            _check_integers(f"traffic.{name}", array)
+            if array.shape != (self.topology.ranks,) or array.min() < 0:
+                raise PlanError(f"traffic.{name} has shape {array.shape}: must be non-negative, (ranks,)")
+
+    def _check_words(self, problem: Problem) -> None:
+        if self.reason not in REASONS:
+            raise PlanError(f"reason={self.reason!r}: must be one of {', '.join(map(repr, REASONS))}")
+        for name in ("forward_chunks", "backward_chunks"):
+            chunks = getattr(self, name)
+            whole = isinstance(chunks, int | np.integer) and not isinstance(chunks, bool)
+            if not whole or not 1 <= chunks <= problem.max_chunks:
+                raise PlanError(f"{name}={chunks!r}: must be a whole number in [1, {problem.max_chunks}]")
 
     def _check_instances(self) -> None:
         ranks, experts = self.instance_rank_J, self.instance_expert_J
@@ -237,3 +263,9 @@ class LayerPlan:
             raise PlanError(
                 f"backward runs {int(kept[e])} pairs of expert {e} and its quota is {int(self.quota_E[e])}"
             )
+
+
+def _check_integers(name: str, array: object) -> None:
+    kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+    if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.integer):
+        raise PlanError(f"{name} has dtype {kind}: must be an array of an integer dtype")
