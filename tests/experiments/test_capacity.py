@@ -24,6 +24,7 @@ from lrmoe.experiments.capacity_report import advice_lines
 from lrmoe.planning import Problem
 from lrmoe.planning.hardware import get_hardware
 from lrmoe.planning.model_memory import Training
+from lrmoe.planning.policies import FasterMoE
 from lrmoe.planning.shapes import get_shape, shape_from_config
 
 GIB = 2**30
@@ -78,6 +79,26 @@ class TestSolve:
         answer = solve(tiny(policy=policy))
         assert answer.fits
         assert answer.plan.pairs == 8 * 4 * 256 * 2
+
+    @pytest.mark.parametrize("policy", ["fastermoe", "llep"])
+    @pytest.mark.parametrize("slots", [0, 1, 3])
+    def test_policies_without_a_limit_keep_to_the_slots(self, policy: str, slots: int) -> None:
+        answer = solve(ask(policy=policy, slots=slots, peak=2.49))
+        assert min(slots, 1) <= int(answer.beyond_R.max()) <= slots
+
+    @pytest.mark.parametrize(
+        ("policy", "copies"), [("smartmoe", 0), ("eplb", 16), ("symi", 16), ("megatron", 0)]
+    )
+    def test_an_expert_that_lives_elsewhere_is_no_copy(self, policy: str, copies: int) -> None:
+        assert int(solve(ask(policy=policy, peak=2.49)).beyond_R.sum()) == copies
+
+    def test_policies_decide_with_the_figures_of_the_model(self) -> None:
+        answer = solve(
+            ask(model=get_shape("mixtral-8x7b"), policy="fastermoe", micro_batch=1, sequence=1024, peak=1.7)
+        )
+        problem = Problem(counts_RE=answer.counts_RE, topology=answer.plan.topology, slots=2)
+        assert FasterMoE().shadows(problem), "experts of the default size would be worth a shadow"
+        assert answer.beyond_R.sum() == 0
 
     def test_parts_add_up_to_the_device(self) -> None:
         answer = solve(ask())
@@ -220,6 +241,7 @@ class TestQuestion:
             ({"layer_budget": 0}, "layer_budget=0"),
             ({"reserved": -1}, "reserved=-1"),
             ({"slots": -1}, "slots=-1"),
+            ({"slots": 1000}, "slots=1000: must be at most 112"),
             ({"max_drop": 1.0}, "max_drop=1.0"),
             ({"headroom": 1.0}, "headroom=1.0"),
             ({"nodes": 3}, "nodes=3: must divide gpus=8"),
@@ -389,7 +411,7 @@ class TestCommand:
         assert values["fits"] == 1
         assert len(report["quotas"]) == 128
         assert sum(report["forward_load"]) == sum(report["counts"])
-        assert len(report["replicas"]) <= 16
+        assert len(report["foreign_experts"]) == report["copies_beyond_one"] <= 16
         assert report["reserved_is"] == "estimated"
         assert values["ms.layer_call"] == pytest.approx(
             sum(sum(report["ms"][side].values()) for side in ("forward", "backward"))

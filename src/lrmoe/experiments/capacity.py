@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lrmoe.errors import InfeasibleError
 from lrmoe.experiments.capacity_model import reserved_estimate
 from lrmoe.experiments.capacity_question import Question, question_calls
@@ -20,6 +22,7 @@ from lrmoe.planning import LayerPlan, Problem, get_policy
 from lrmoe.planning.cost import LayerTime, predict_layer
 from lrmoe.planning.memory import Execution, PassBytes, call_bytes, training_execution
 from lrmoe.planning.model_memory import OPTIMIZERS, Training, model_bytes, rows_within
+from lrmoe.planning.policies import fit_policy
 from lrmoe.planning.problem import History, IntArray
 from lrmoe.simulate.generators import fixed_peak
 
@@ -118,6 +121,17 @@ class Answer:
     def backward_peak(self) -> float:
         """Most loaded rank in backward over the mean load of the complete call."""
         return self._peak(self.plan.backward_load_R)
+
+    @property
+    def beyond_R(self) -> IntArray:
+        """Weight slots of each rank beyond its equal share of the experts, int64 (R,).
+
+        Their sum is the number of copies beyond one per expert: an expert that merely lives elsewhere is none.
+        """
+        plan = self.plan
+        copies_R = np.zeros(plan.topology.ranks, dtype=np.int64)
+        np.add.at(copies_R, plan.instance_rank_J, 1 if plan.copies_J is None else plan.copies_J)
+        return copies_R - plan.topology.experts_per_rank
 
     def _peak(self, load_R: IntArray) -> float:
         return int(load_R.max()) * self.plan.topology.ranks / max(self.plan.pairs, 1)
@@ -245,7 +259,11 @@ def _rows(question: Question, stash: bool, training: Training, reserved: int) ->
 
 def _plan(question: Question, calls_SRE: IntArray, rows: Mapping[str, Any]) -> LayerPlan:
     """The policy's plan of the last call; policies that plan from history have seen the calls before."""
-    policy, topology = get_policy(question.policy), question.topology
+    topology = question.topology
+    policy = fit_policy(
+        get_policy(question.policy), question.model.expert(), question.hardware, nodes=topology.nodes,
+        slots=question.slots, constants=question.calibration.constants,
+    )  # fmt: skip
     foreign = topology.experts - topology.experts_per_rank
     previous: LayerPlan | None = None
     for step, counts_RE in enumerate(calls_SRE):

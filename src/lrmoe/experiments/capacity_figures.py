@@ -62,7 +62,8 @@ def as_dict(answer: Answer, advice: Sequence[Advice]) -> dict[str, Any]:
         "skew": {"pattern": q.skew, "seed": q.seed, "fixed_peak": answer.fixed_peak},
         "counts": plan.counts_E.tolist(),
         "quotas": plan.quota_E.tolist(),
-        "replicas": [
+        "copies_beyond_one": int(answer.beyond_R.sum()),
+        "foreign_experts": [
             {"expert": int(e), "rank": int(r)}
             for e, r in zip(plan.instance_expert_J[foreign], plan.instance_rank_J[foreign], strict=True)
         ],
@@ -102,7 +103,7 @@ def sweep_row(answer: Answer, largest: int) -> dict[str, Any]:
         "mode": mode(answer),
         "device_bytes": need,
         "device_available": limit,
-        "replicas": int(plan.replicas_R.sum()),
+        "replicas": int(answer.beyond_R.sum()),
         "kept_share": round(plan.kept / max(plan.pairs, 1), 4),
         "forward_peak": round(answer.forward_peak, 4),
         "backward_peak": round(answer.backward_peak, 4),

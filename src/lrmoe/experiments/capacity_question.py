@@ -118,6 +118,9 @@ class Question:
                 f"{name}={self.ranks}: {self.model.name} has {experts} experts, which must be a multiple of the ranks "
                 f"that share them; {add} (valid --ep on {self.gpus} GPUs: {', '.join(map(str, valid))})"
             )
+        foreign = self.model.experts - self.model.experts // self.ranks
+        if self.ranks > 1 and self.slots > foreign:
+            raise ConfigError(f"slots={self.slots}: must be at most {foreign}, the experts homed elsewhere")
         if self.gpus % self.node_count:
             raise ConfigError(f"nodes={self.node_count}: must divide gpus={self.gpus}")
         try:

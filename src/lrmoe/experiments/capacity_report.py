@@ -63,7 +63,10 @@ def load_table(answer: Answer) -> Table:
             f"{answer.forward_peak:.3f} / {answer.backward_peak:.3f}",
         ),
         ("rows of the fullest rank, forward / backward", busiest),
-        ("replicas, all ranks (most on one)", f"{int(plan.replicas_R.sum())} ({int(plan.replicas_R.max())})"),
+        (
+            "copies beyond one per expert (most on one rank)",
+            f"{int(answer.beyond_R.sum())} ({int(answer.beyond_R.max())})",
+        ),
         ("pairs that backward keeps", f"{kept:.1%}"),
         (
             "quotas, share of an expert's pairs, least / most",

@@ -24,6 +24,7 @@ from lrmoe.planning.policies import (
     topoep,
     ultraep,
 )
+from lrmoe.planning.policies._fit import fit_policy
 from lrmoe.planning.policies._info import PolicyInfo
 from lrmoe.planning.policies._user import load_policy
 from lrmoe.planning.policies.eplb import EPLB
@@ -131,6 +132,7 @@ __all__ = [
     "Symi",
     "TopoEP",
     "UltraEP",
+    "fit_policy",
     "get_policy",
     "load_policy",
     "policy_info",
