@@ -240,7 +240,10 @@ OWN_POLICY = """## Your own
 
 `my_file.py:MyPolicy` names a function of a `Problem`, or a class whose instances are (built without arguments), in a
 file of yours. What it returns is checked before anybody acts on it. It keeps no state: what lasts from call to call
-comes in `problem.history`. `INFO` is what tables say of it, and may be left out.
+comes in `problem.history`; counts and history are read-only. `INFO` is what tables say of it, and may be left out; a
+policy that leaves pairs out, of forward or backward, needs `drops=True` there. An error or exit in it fails the command
+(exit code 1) and names the policy and the call; under a budget it may raise `InfeasibleError`. What it prints goes to
+stderr.
 
 ```python
 from dataclasses import dataclass

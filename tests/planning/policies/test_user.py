@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lrmoe.errors import PlanError
+from lrmoe.errors import InfeasibleError, PlanError
 from lrmoe.planning import get_policy
 from lrmoe.planning.policies import PolicyInfo, load_policy, policy_info
+from lrmoe.planning.problem import History
 from tests.planning.policies.helpers import ask
 
 GOOD = """
@@ -79,6 +80,44 @@ def other_topology(problem):
 
 def fails(problem):
     return 1 / 0
+
+def leaves(problem):
+    raise SystemExit(0)
+
+def says_infeasible(problem):
+    from lrmoe.errors import InfeasibleError
+    raise InfeasibleError("no room")
+
+def writes_counts(problem):
+    problem.counts_RE[0, 0] = 9
+    return plan(problem)
+
+def writes_history(problem):
+    problem.history.counts[0][0, 0] = 9
+    return plan(problem)
+
+def writes_previous(problem):
+    problem.history.previous.quota_E[0] = 9
+    return plan(problem)
+
+def lists(problem):
+    import dataclasses
+    return dataclasses.replace(plan(problem), quota_E=[10, 10])
+
+def prunes(problem):
+    return get_policy("lrmoe")(problem)
+
+class Drops:
+    INFO = PolicyInfo(
+        title="Drops", source="me", inputs="both", acts="every call", moves="", slots="unbounded", drops=True
+    )
+
+    def __call__(self, problem):
+        return prunes(problem)
+
+def chatters(problem):
+    print("hello")
+    return plan(problem)
 """
 
 
@@ -161,9 +200,46 @@ def test_facts_that_tables_cannot_read_are_refused() -> None:
         PolicyInfo(**facts, inputs="all", slots="none")
 
 
-def test_errors_of_the_policy_itself_come_through(file: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        get_policy(f"{file}:fails")(ask([[1]]))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fails", "failed with ZeroDivisionError: division by zero"),
+        ("leaves", "failed with SystemExit: 0"),
+        ("says_infeasible", "failed with InfeasibleError: no room"),
+        ("lists", "illegal plan: quota_E has dtype list"),
+        ("writes_counts", "failed with ValueError: assignment destination is read-only"),
+        ("writes_history", "failed with ValueError: assignment destination is read-only"),
+        ("writes_previous", "failed with ValueError: assignment destination is read-only"),
+    ],
+)
+def test_what_fails_inside_names_the_policy_and_the_call(file: Path, name: str, message: str) -> None:
+    past = ask(np.full((2, 2), 5))
+    history = History(counts=(past.counts_RE,), previous=get_policy("megatron")(past), step=7)
+    problem = ask(np.full((2, 2), 5), history=history)
+    with pytest.raises(PlanError, match=message) as caught:
+        get_policy(f"{file}:{name}")(problem)
+    assert str(caught.value).startswith(f"policy='{file}:{name}', call 7 (2 ranks, 2 experts): ")
+    assert problem.counts_RE.tolist() == past.counts_RE.tolist() == [[5, 5], [5, 5]]
+    assert problem.counts_RE.flags.writeable
+
+
+def test_under_a_budget_a_policy_may_say_that_nothing_fits(file: Path) -> None:
+    with pytest.raises(InfeasibleError, match="no room"):
+        get_policy(f"{file}:says_infeasible")(ask([[1]], budget_rows=1))
+
+
+def test_only_a_policy_that_says_so_leaves_pairs_out(file: Path) -> None:
+    problem = ask(np.full((2, 2), 50), max_drop=0.2)
+    assert get_policy(f"{file}:Drops")(problem).kept == 160
+    with pytest.raises(PlanError, match="leaves 40 of 200 pairs out; a policy that does needs drops=True"):
+        get_policy(f"{file}:prunes")(problem)
+
+
+def test_what_it_prints_goes_to_stderr(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("print('loading')\n" + GOOD.replace("from __future__ import annotations\n", ""))
+    get_policy(f"{file}:chatters")(ask([[1]]))
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "loading\nhello\n")
 
 
 def test_files_that_do_not_load_are_named(tmp_path: Path) -> None:
@@ -175,6 +251,10 @@ def test_files_that_do_not_load_are_named(tmp_path: Path) -> None:
     broken.write_text("def plan(problem:\n")
     with pytest.raises(PlanError, match=r"loading .*broken.py failed: SyntaxError"):
         get_policy(f"{broken}:plan")
+    leaving = tmp_path / "leaving.py"
+    leaving.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(PlanError, match=r"loading .*leaving.py failed: SystemExit: 0"):
+        get_policy(f"{leaving}:plan")
     raising = tmp_path / "raising.py"
     raising.write_text("import does_not_exist_anywhere\n")
     with pytest.raises(PlanError, match=r"loading .*raising.py failed: ModuleNotFoundError"):

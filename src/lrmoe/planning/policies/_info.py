@@ -22,7 +22,7 @@ class PolicyInfo:
         moves: what it moves besides rows.
         slots: "none", "shared" (foreign slots serve all layers), "resident" (held per layer all the time) or
             "unbounded" (no limit on foreign copies of its own).
-        drops: whether it may leave pairs out of forward.
+        drops: whether it may leave pairs out of forward; a policy from a user's file needs it for backward too.
         note: what is ours where the source is silent, and other remarks.
 
     Raises:

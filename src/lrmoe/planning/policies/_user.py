@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -14,14 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from lrmoe.errors import PlanError
-from lrmoe.planning.plan import LayerPlan
+from lrmoe.errors import InfeasibleError, PlanError
+from lrmoe.planning.plan import LayerPlan, Traffic
 from lrmoe.planning.policies._info import PolicyInfo
 from lrmoe.planning.problem import Problem
 
 
 class UserPolicy:
     """A policy from a file; every plan it returns is checked before anybody acts on it.
+
+    It sees read-only counts and history, and what it prints goes to stderr.
 
     Attributes:
         name: what it was asked for as, "path/to/file.py:Name".
@@ -37,20 +41,39 @@ class UserPolicy:
         """Plan one call.
 
         Raises:
-            PlanError: the result is no LayerPlan, was made for another problem, is illegal, or fills more slots than
-                INFO claims ("none": E / R of a rank, "shared" and "resident": as many and the problem's).
+            PlanError: it failed or called exit, the result is no LayerPlan, was made for another problem, is illegal,
+                leaves pairs out though its INFO has no drops, or fills more slots than INFO claims ("none": E / R of a
+                rank, "shared" and "resident": as many and the problem's).
+            InfeasibleError: it says so itself, of a problem with a budget.
         """
-        plan = self._plan(problem)
+        who = f"policy={self.name!r}, call {_call(problem)}"
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                plan = self._plan(_guarded(problem))
+        except (Exception, SystemExit) as error:
+            if isinstance(error, InfeasibleError) and problem.budget_rows is not None:
+                raise
+            raise PlanError(f"{who}: failed with {_said(error)}") from error
         if not isinstance(plan, LayerPlan):
-            raise PlanError(f"policy={self.name!r} returned {type(plan).__name__}: must return a LayerPlan")
+            raise PlanError(f"{who}: returned {type(plan).__name__}: must return a LayerPlan")
         if plan.topology != problem.topology:
-            raise PlanError(f"policy={self.name!r} returned a plan for another topology: {plan.topology}")
+            raise PlanError(f"{who}: returned a plan for another topology: {plan.topology}")
         try:
             plan.check(problem)
-        except PlanError as error:
-            raise PlanError(f"policy={self.name!r} returned an illegal plan: {error}") from error
+        except Exception as error:  # fields of any type may be in it
+            said = str(error) if isinstance(error, PlanError) else _said(error)
+            raise PlanError(f"{who}: returned an illegal plan: {said}") from error
+        self._check_drops(who, plan)
         self._check_slots(problem, plan)
         return plan
+
+    def _check_drops(self, who: str, plan: LayerPlan) -> None:
+        """Hold the policy to computing every pair, unless its INFO says that it drops some."""
+        missing = plan.pairs - plan.kept
+        if missing and not self.info.drops:
+            raise PlanError(
+                f"{who}: leaves {missing} of {plan.pairs} pairs out; a policy that does needs drops=True in its INFO"
+            )
 
     def _check_slots(self, problem: Problem, plan: LayerPlan) -> None:
         """Hold the policy to the slots that its INFO claims."""
@@ -66,6 +89,49 @@ class UserPolicy:
                 f"policy={self.name!r} puts {int(copies_R[rank])} experts on rank {rank}: slots={self.info.slots!r} of "
                 f"its INFO allows {limit}"
             )
+
+
+def _call(problem: Problem) -> str:
+    step = "without history" if problem.history is None else str(problem.history.step)
+    return f"{step} ({problem.topology.ranks} ranks, {problem.topology.experts} experts)"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _guarded(problem: Problem) -> Problem:
+    """The same question over arrays that cannot be written to: those of the caller serve every system."""
+    history = problem.history
+    if history is not None:
+        previous = history.previous
+        history = dataclasses.replace(
+            history,
+            counts=tuple(map(_read_only, history.counts)),
+            previous=None if previous is None else _read_only_fields(previous),
+        )
+    changes: dict[str, Any] = {"counts_RE": _read_only(problem.counts_RE), "history": history}
+    if problem.score_mean_E is not None:
+        changes["score_mean_E"] = _read_only(problem.score_mean_E)
+    return dataclasses.replace(problem, **changes)
+
+
+def _read_only_fields(record: Any) -> Any:
+    """A dataclass with read-only views of its arrays, also of those in its traffic."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, np.ndarray):
+            changes[field.name] = _read_only(value)
+        elif isinstance(value, Traffic):
+            changes[field.name] = _read_only_fields(value)
+    return dataclasses.replace(record, **changes)
+
+
+def _read_only(array: Any) -> Any:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def load_policy(name: str) -> UserPolicy:
@@ -123,20 +189,22 @@ def _run(name: str, path: Path, changed_ns: int) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with contextlib.redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del sys.modules[key]
-        raise PlanError(f"policy={name!r}: loading {path} failed: {type(error).__name__}: {error}") from error
+        raise PlanError(f"policy={name!r}: loading {path} failed: {_said(error)}") from error
     return module
 
 
 def _instance(name: str, policy: type) -> Callable[[Problem], Any]:
     try:
-        made = policy()
-    except Exception as error:
+        with contextlib.redirect_stdout(sys.stderr):
+            made = policy()
+    except (Exception, SystemExit) as error:
         raise PlanError(
             f"policy={name!r}: {policy.__name__}() failed, and it must be built without arguments: "
-            f"{type(error).__name__}: {error}"
+            f"{_said(error)}"
         ) from error
     return made
 
