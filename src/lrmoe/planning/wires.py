@@ -62,6 +62,8 @@ def wired_quotas(
     cuts = Cuts(places, most_R, problem.wire_rows, problem.wire_weight)
     if cuts.blocked(free.quota_E, level) is None:
         return replace(free, peak=level, wire_rows=cuts.wire(level))
+    if not _carried(places):
+        raise InfeasibleError(_explain(places))
     found = _least(cuts)
     if found is None and cap_R is not None:
         cuts = Cuts(places, np.full_like(most_R, UNLIMITED), problem.wire_rows, problem.wire_weight)
@@ -75,6 +77,18 @@ def wired_quotas(
         peak=level,
         wire_rows=cuts.wire(level),
     )
+
+
+def _wires_only(places: Places, *, careful: bool = True) -> Cuts:
+    """Cuts where loads have no limit: the level plays no part."""
+    free_R = np.full(places.problem.topology.ranks, UNLIMITED)
+    return Cuts(places, free_R, places.problem.wire_rows, 0.0, loads=False, careful=careful)
+
+
+def _carried(places: Places) -> bool:
+    """Whether the drop cap suffices for the cap on wires, in fractions: quick, and most refusals end here."""
+    cover = _wires_only(places).solve(1)
+    return not cover.short and cover.total <= places.problem.drop_cap + 1e-6
 
 
 def _least(cuts: Cuts, level: int = 0) -> tuple[int, IntArray] | None:
@@ -197,14 +211,14 @@ def _explain(places: Places) -> str:
 def _drop_share(places: Places) -> float | None:
     """A share of drops, in thousandths, that the cap on wires needs; None where the floors forbid every one."""
     problem = places.problem
-    free_R = np.full(problem.topology.ranks, UNLIMITED)
-    cover = Cuts(places, free_R, problem.wire_rows, 0.0, loads=False).solve(problem.pairs)
+    cover = _wires_only(places).solve(1)
     if cover.short:
         return None
     thousandths = math.ceil(1000 * cover.total / max(problem.pairs, 1))
     for one in range(thousandths, min(thousandths + 4, 1000)):
-        asked = replace(problem, max_drop=one / 1000, drop="always")
-        cuts = Cuts(replace(places, problem=asked), free_R, asked.wire_rows, 0.0, careful=False)
-        if _least(cuts) is not None:
+        asked = replace(places, problem=replace(problem, max_drop=one / 1000, drop="always"))
+        cuts = _wires_only(asked, careful=False)
+        cover = cuts.solve(1)
+        if cover.total <= asked.problem.drop_cap + 1e-6 and _quotas(cuts, cover, 1) is not None:
             return one / 1000
     return None
