@@ -76,6 +76,16 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert again[name]["value"] == lines[name]["value"]
 
 
+def test_idle_experts_of_a_csv_file_are_given_by_option(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("t.csv").write_text("step,layer,source,expert,count\n0,0,0,0,5\n0,0,1,2,7\n")
+    nothing = dict.fromkeys(("tokens", "skip", "steps"))
+    code, lines, _ = run(
+        capsys, trace=Path("t.csv"), systems=["megatron"], **{**nothing, "ranks": "2", "experts": "4"}
+    )
+    assert code == 0
+    assert lines["simulate.R2E4.megatron.forward_peak"]["value"] == pytest.approx(7 / 6)
+
+
 def test_a_policy_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from lrmoe.planning.plan import LayerPlan\n\n\n"

@@ -15,7 +15,7 @@ from lrmoe.simulate.cluster import Calls, simulate
 from lrmoe.simulate.measure import CallFigures
 from lrmoe.simulate.run import Settings, experts_for, run
 from lrmoe.simulate.scenario import Allowance, Layer, make_systems
-from lrmoe.simulate.sources import fold, from_generator, from_trace
+from lrmoe.simulate.sources import enlarge, fold, from_generator, from_trace
 from lrmoe.simulate.summary import capacity_rows, effective, system_summary, throughput
 from lrmoe.telemetry.traces import Trace
 
@@ -45,6 +45,18 @@ def test_ranks_of_a_trace_are_put_together() -> None:
     for ranks in (3, 8, 0):
         with pytest.raises(ConfigError, match=f"ranks={ranks}: the trace has 4 source ranks and 8 experts"):
             fold(counts, ranks)
+
+
+def test_a_trace_without_stated_sizes_takes_those_asked_for() -> None:
+    found = dataclasses.replace(trace(ranks=3, experts=7), sized=False)
+    larger = enlarge(found, (4, 2), (8,))
+    assert larger.counts_CRE.shape == (6, 4, 8)
+    assert np.array_equal(larger.counts_CRE[:, :3, :7], found.counts_CRE)
+    assert larger.counts_CRE.sum() == found.counts_CRE.sum()
+    assert enlarge(found, (2,), ()) is found
+    assert enlarge(trace(), (8,), (16,)).counts_CRE.shape == (6, 4, 8), "its sizes are stated"
+    with pytest.raises(ConfigError, match="counts of calls; at most"):
+        enlarge(found, (65536,), (65536,))
 
 
 def test_every_layer_of_a_trace_is_a_sequence() -> None:

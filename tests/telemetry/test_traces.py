@@ -239,6 +239,31 @@ def test_bad_csv(tmp_path: Path, text: str, message: str) -> None:
         read_csv(path)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("0,0,0,2000000000,1", "column 'expert' holds 2000000000 in row 1; valid: 0 to 65535"),
+        ("0,0,9223372036854775807,0,1", "column 'source' holds 9223372036854775807 in row 1"),
+        ("0,0,65535,65535,1", "1 calls of 65536 x 65536 counts are too many .* source is in row 1"),
+    ],
+)
+def test_a_stray_id_is_named_before_room_is_made_for_it(tmp_path: Path, row: str, message: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"step,layer,source,expert,count\n0,0,0,0,1\n{row}\n")
+    with pytest.raises(ConfigError, match=message):
+        read_csv(path)
+
+
+def test_sizes_are_stated_or_found(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("step,layer,source,expert,count\n0,0,0,0,1\n")
+    assert not read_csv(path).sized
+    assert not read_csv(path, ranks=2).sized
+    assert read_csv(path, ranks=2, experts=4).sized
+    with pytest.raises(ConfigError, match="65537 ids of column 'expert': at most 65536"):
+        read_csv(path, experts=65537)
+
+
 def test_a_run_folder_stands_for_its_trace(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.parquet", _trace())
     assert load(tmp_path).counts_CRE.shape == (6, 2, 4)

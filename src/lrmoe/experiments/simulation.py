@@ -19,6 +19,7 @@ from lrmoe.report.load import load_run
 from lrmoe.simulate.published import SEEDS, published_settings, run_published
 from lrmoe.simulate.run import Settings, run
 from lrmoe.simulate.scenario import SYSTEMS, Allowance
+from lrmoe.simulate.sources import enlarge
 from lrmoe.simulate.summary import BASELINE
 from lrmoe.telemetry.figures import environment, figure
 from lrmoe.telemetry.traces import load
@@ -156,7 +157,8 @@ def _settings(*, trace: Path | None, trace_system: str | None, **values: Any) ->
         for key in ("generator", "tokens", "seeds", "options"):
             if values[key]:
                 raise ConfigError(f"{key}={values[key]!r}: a trace has its own counts; give one or the other")
-        values["trace"] = load(trace, system=trace_system)
+        read = load(trace, system=trace_system)
+        values["trace"] = enlarge(read, values["ranks"] or (), values["experts"] or ())
     elif trace_system is not None:
         raise ConfigError(f"trace_system={trace_system!r}: there is no trace")
     return Settings(**{key: value for key, value in values.items() if value is not None})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from lrmoe.errors import ConfigError
 from lrmoe.planning.problem import IntArray
 from lrmoe.simulate.cluster import Calls
 from lrmoe.simulate.generators import generate
+from lrmoe.telemetry._trace_rows import MOST_CELLS
 from lrmoe.telemetry.traces import Trace
 
 
@@ -61,6 +65,29 @@ def from_trace(
         end = None if steps is None else skip + steps
         sequences.append(Calls(name=f"layer {layer}", counts=list(counts[:end]), skip=skip))
     return sequences
+
+
+def enlarge(trace: Trace, ranks: Sequence[int], experts: Sequence[int]) -> Trace:
+    """A trace without stated sizes whose last ranks or experts were idle, with the sizes that were asked for.
+
+    Args:
+        trace: returned as it is where it states its sizes. ranks, experts: asked for; smaller ones change nothing.
+
+    Raises:
+        ConfigError: more counts than are held at once.
+    """
+    if trace.sized:
+        return trace
+    extra = [max(size, *asked, 0) - size for asked, size in ((ranks, trace.ranks), (experts, trace.experts))]
+    if not any(extra):
+        return trace
+    wanted = len(trace.counts_CRE) * (trace.ranks + extra[0]) * (trace.experts + extra[1])
+    if wanted > MOST_CELLS:
+        raise ConfigError(
+            f"ranks={list(ranks)}, experts={list(experts)}: {wanted:,} counts of calls; at most {MOST_CELLS:,}"
+        )
+    counts = np.pad(trace.counts_CRE, ((0, 0), (0, extra[0]), (0, extra[1])))
+    return dataclasses.replace(trace, counts_CRE=counts)
 
 
 def fold(counts_SRE: IntArray, ranks: int) -> IntArray:

@@ -18,7 +18,8 @@ from lrmoe.planning.problem import IntArray
 FORMAT = 1
 COLUMNS = ("step", "micro_batch", "layer", "source", "expert", "count")
 NEEDED = ("step", "layer", "source", "expert", "count")
-_MOST_CELLS = 1 << 31  # of counts held in memory at once: 16 GiB
+MAX_SIZE = 1 << 16  # most source ranks, most experts
+MOST_CELLS = 1 << 30  # of counts held in memory at once: 8 GiB
 
 
 def assemble(
@@ -44,9 +45,11 @@ def assemble(
     heads = np.stack([columns[name] for name in COLUMNS[:3]], axis=1)
     calls, call_N = np.unique(heads, axis=0, return_inverse=True)
     cells = len(calls) * ranks * experts
-    if cells > _MOST_CELLS:
+    if cells > MOST_CELLS:
+        last = [int(np.argmax(columns[name])) for name in ("source", "expert")]
         raise ConfigError(
-            f"trace={str(path)!r}: {len(calls)} calls of {ranks} x {experts} counts are too many to hold at once"
+            f"trace={str(path)!r}: {len(calls)} calls of {ranks} x {experts} counts are too many to hold at once, at "
+            f"most {MOST_CELLS:,}; the largest source is in row {last[0]}, the largest expert in row {last[1]}"
         )
     place_N = (call_N.reshape(-1) * ranks + columns["source"]) * experts + columns["expert"]
     counts = np.zeros(cells, dtype=np.int64)
@@ -64,6 +67,13 @@ def assemble(
 
 def _size(path: Path, name: str, ids_N: IntArray, given: int | None) -> int:
     least = int(ids_N.max()) + 1
+    if least > MAX_SIZE:
+        row = int(np.argmax(ids_N))
+        raise ConfigError(
+            f"trace={str(path)!r}: column {name!r} holds {least - 1} in row {row}; valid: 0 to {MAX_SIZE - 1}"
+        )
+    if given is not None and given > MAX_SIZE:
+        raise ConfigError(f"trace={str(path)!r}: {given} ids of column {name!r}: at most {MAX_SIZE}")
     if given is not None and given < least:
         raise ConfigError(f"trace={str(path)!r}: column {name!r} holds {least - 1}; valid: 0 to {given - 1}")
     return least if given is None else int(given)

@@ -42,6 +42,7 @@ class Trace:
         counts_CRE: int64 (C, R, E), pairs from each source rank to each expert.
         system: whose calls, or empty.
         about: what the file's metadata says besides its sizes (for example top_k).
+        sized: whether its sizes were given; otherwise they are the largest ids plus one.
     """
 
     step_C: IntArray
@@ -50,6 +51,7 @@ class Trace:
     counts_CRE: IntArray
     system: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)
+    sized: bool = True
 
     @property
     def ranks(self) -> int:
@@ -251,8 +253,9 @@ def read_trace(path: Path, *, system: str | None = None) -> Trace:
     columns = {
         name: integers(path, name, table.column(name)) for name in COLUMNS if name in table.column_names
     }
-    calls, counts = assemble(path, columns, (said.pop("ranks", None), said.pop("experts", None)))
-    return _trace(calls, counts, system=chosen, about=said)
+    sizes = said.pop("ranks", None), said.pop("experts", None)
+    calls, counts = assemble(path, columns, sizes)
+    return _trace(calls, counts, system=chosen, about=said, sized=None not in sizes)
 
 
 def read_csv(path: Path, *, ranks: int | None = None, experts: int | None = None) -> Trace:
@@ -287,7 +290,7 @@ def read_csv(path: Path, *, ranks: int | None = None, experts: int | None = None
     except ValueError as error:
         raise ConfigError(f"trace={str(path)!r}: not a table of integers ({_first_line(error)})") from error
     columns = {name: np.ascontiguousarray(rows[:, i]) for i, name in enumerate(used)}
-    return _trace(*assemble(path, columns, (ranks, experts)))
+    return _trace(*assemble(path, columns, (ranks, experts)), sized=None not in (ranks, experts))
 
 
 def load(path: Path, *, system: str | None = None) -> Trace:
