@@ -20,7 +20,7 @@ from lrmoe.experiments.capacity import largest_micro_batch, solve
 from lrmoe.experiments.capacity_advice import advise, tried
 from lrmoe.experiments.capacity_model import find_model, parse_size, reserved_estimate
 from lrmoe.experiments.capacity_question import Question, question_calls, scale_counts
-from lrmoe.experiments.capacity_report import advice_lines
+from lrmoe.experiments.capacity_report import advice_lines, assumptions, memory_table
 from lrmoe.planning import Problem
 from lrmoe.planning.hardware import get_hardware
 from lrmoe.planning.model_memory import Training
@@ -99,6 +99,15 @@ class TestSolve:
         problem = Problem(counts_RE=answer.counts_RE, topology=answer.plan.topology, slots=2)
         assert FasterMoE().shadows(problem), "experts of the default size would be worth a shadow"
         assert answer.beyond_R.sum() == 0
+
+    def test_the_table_says_which_elements_are_assumed(self) -> None:
+        assert "bf16 (assumed), gradients in fp32" in memory_table(solve(ask())).note
+        assert "gradients in bf16" in memory_table(solve(ask(gradient_bytes=2))).note
+
+    def test_the_longest_sequences_do_not_overflow(self) -> None:
+        answer = solve(ask(micro_batch=1, sequence=2**30))
+        assert not answer.fits
+        assert answer.device_need > 2**30 * 8 * 2048 * 2
 
     def test_parts_add_up_to_the_device(self) -> None:
         answer = solve(ask())
@@ -237,6 +246,10 @@ class TestQuestion:
             ({"gpus": 0}, "gpus=0"),
             ({"micro_batch": -1}, "micro_batch=-1"),
             ({"sequence": 0}, "sequence=0"),
+            ({"sequence": 10**12}, "sequence=1000000000000: .*at most 1,073,741,824"),
+            ({"gpus": 10**9}, "gpus=1000000000: at most 4096 ranks"),
+            ({"gpus": 2**21, "ep": 8}, "gpus=2097152: must be at most 1,048,576"),
+            ({"gpus": 9, "ep": 1}, "gpus=9: do not fill 2 nodes of 8 evenly; give --nodes"),
             ({"budget": 0}, "budget=0"),
             ({"layer_budget": 0}, "layer_budget=0"),
             ({"reserved": -1}, "reserved=-1"),
@@ -316,6 +329,29 @@ class TestModels:
         shape = find_model(str(tmp_path / "mixtral.json"))
         assert (shape.name, shape.experts, shape.moe_layers) == ("mixtral", 8, 2)
 
+        assert "hidden_size=4096" in shape.defaults
+        assert "num_hidden_layers=2" not in shape.defaults
+
+    def test_what_is_taken_for_granted_is_named(self, tmp_path: Path) -> None:
+        config = {
+            "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 4, "num_attention_heads": 4, "num_experts": 16,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8,
+        }  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        shape = find_model(str(tmp_path))
+        assert shape.defaults == ("tie_word_embeddings=False", "num_key_value_heads=4")
+        said = assumptions(solve(ask(model=shape)))
+        assert said[0].endswith("from defaults: tie_word_embeddings=False, num_key_value_heads=4.")
+        assert "defaults" not in " ".join(assumptions(solve(ask())))
+
+    @pytest.mark.parametrize(("value", "said"), [("32.5", "32.5"), ('"32"', "'32'"), ("null", "null")])
+    def test_an_impossible_size_is_not_completed(self, tmp_path: Path, value: str, said: str) -> None:
+        (tmp_path / "config.json").write_text(
+            f'{{"model_type": "qwen3_moe", "num_experts": {value}, "num_hidden_layers": 2}}'
+        )
+        with pytest.raises(ConfigError, match=f"num_experts={said}: must be an integer"):
+            find_model(str(tmp_path))
+
     def test_presets_of_the_trainer(self) -> None:
         pytest.importorskip("transformers")
         shape = find_model("glm4-moe-tiny")
@@ -348,7 +384,7 @@ class TestModels:
     def test_sizes(self, text: str, size: int) -> None:
         assert parse_size("budget", text, 1000) == size
 
-    @pytest.mark.parametrize("text", ["0", "0%", "-1GiB", "3GX", "", "GiB", "101%", "1e9"])
+    @pytest.mark.parametrize("text", ["0", "9" * 400, "0%", "-1GiB", "3GX", "", "GiB", "101%", "1e9"])
     def test_bad_sizes(self, text: str) -> None:
         with pytest.raises(ConfigError, match="budget="):
             parse_size("budget", text, 1000)

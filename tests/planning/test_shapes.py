@@ -128,7 +128,10 @@ def test_shared_experts_add_their_width() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"num_experts": None}, "num_local_experts or num_experts"),
+        ({"num_experts": None}, "num_experts=null: must be an integer"),
+        ({"num_experts": 32.5}, r"num_experts=32\.5: must be an integer"),
+        ({"num_experts": "32"}, "num_experts='32': must be an integer"),
+        ({"num_experts": 10**9}, "num_experts=1000000000: .* at most 65,536"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_experts_per_tok": 9}, "top_k=9"),
         ({"num_experts": -8}, "num_experts=-8"),

@@ -17,7 +17,7 @@ import numpy as np
 
 from lrmoe.errors import InfeasibleError
 from lrmoe.experiments.capacity_model import reserved_estimate
-from lrmoe.experiments.capacity_question import Question, question_calls
+from lrmoe.experiments.capacity_question import MAX_TOKENS, Question, question_calls
 from lrmoe.planning import LayerPlan, Problem, get_policy
 from lrmoe.planning.cost import LayerTime, predict_layer
 from lrmoe.planning.memory import Execution, PassBytes, call_bytes, training_execution
@@ -163,7 +163,8 @@ def largest_micro_batch(question: Question) -> int:
     """The largest micro-batch that fits, everything else as asked; 0 where none does."""
 
     def fits(size: int) -> bool:
-        return solve(question.change(micro_batch=size)).fits
+        known = size * question.sequence <= MAX_TOKENS
+        return known and solve(question.change(micro_batch=size)).fits
 
     if not fits(1):
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -10,7 +11,14 @@ from typing import Any
 
 from lrmoe.errors import ConfigError, PlanError, require_extra
 from lrmoe.planning.model_memory import OPTIMIZERS, Training
-from lrmoe.planning.shapes import ModelShape, get_shape, shape_from_config
+from lrmoe.planning.shapes import (
+    SIZE_NAMES,
+    Attention,
+    MissingSizeError,
+    ModelShape,
+    get_shape,
+    shape_from_config,
+)
 from lrmoe.training.presets import PRESETS
 
 _UNITS = {
@@ -24,6 +32,7 @@ _UNITS = {
     "gb": 10**9,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[kmgt]?i?b|)\s*", re.IGNORECASE)
+_MOST_BYTES = 2**60
 LOSS_TOKENS = 4096  # tokens whose logits are alive together
 
 
@@ -46,8 +55,8 @@ def parse_size(field: str, text: str, whole: int | None = None) -> int:
         value *= (whole or 0) / 100
     else:
         value *= _UNITS.get(unit, 1)
-    if value < 1:
-        raise ConfigError(f"{field}={text!r}: must be at least one byte")
+    if not 1 <= value <= _MOST_BYTES:
+        raise ConfigError(f"{field}={text!r}: must be at least one byte and at most 2^60")
     return int(value)
 
 
@@ -88,11 +97,35 @@ def _from_file(path: Path) -> ModelShape:
     named = file.parent.name if file.name == "config.json" else file.stem
     name = str(config.get("_name_or_path") or "") or named
     try:
-        return shape_from_config(config, name)
-    except PlanError:
+        shape = shape_from_config(config, name)
+    except MissingSizeError:
         if "model_type" not in config:
             raise
-        return shape_from_config(_complete(config), name)
+        full = _complete(config)
+        return dataclasses.replace(shape_from_config(full, name), defaults=_filled(config, full))
+    return dataclasses.replace(shape, defaults=_taken(config, shape))
+
+
+def _filled(config: Mapping[str, Any], full: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the class filled in, of the sizes that are read."""
+    given, made = _text(config), _text(full)
+    return tuple(
+        f"{name}={made[name]}" for name in SIZE_NAMES if isinstance(made.get(name), int) and name not in given
+    )
+
+
+def _taken(config: Mapping[str, Any], shape: ModelShape) -> tuple[str, ...]:
+    """What is taken for granted where a file names every size that it must."""
+    taken: dict[str, object] = {"tie_word_embeddings": False}
+    if isinstance(shape.attention, Attention):
+        taken |= {"num_key_value_heads": shape.attention.kv_heads, "head_dim": shape.attention.head_dim}
+    return tuple(f"{name}={value}" for name, value in taken.items() if _text(config).get(name) is None)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a configuration."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
 
 
 def _complete(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,6 +23,9 @@ from lrmoe.planning.shapes import ModelShape
 from lrmoe.simulate.generators import GENERATORS, calibrate, generate
 
 _PATTERN_TOKENS = 8192  # tokens per rank of the pattern that is scaled to the micro-batch asked for
+MAX_RANKS = 4096
+MAX_TOKENS = 2**30  # of a rank's micro-batch; byte counts stay in 64 bits
+_MAX_GPUS = 2**20
 _HISTORY = 11  # calls before the planned one, for policies that plan from history
 
 
@@ -90,8 +93,22 @@ class Question:
         for name, valid in choices.items():
             if getattr(self, name) not in valid:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(valid)}")
+        self._check_sizes()
         self._check_numbers()
         self._check_layout()
+
+    def _check_sizes(self) -> None:
+        if self.ranks > MAX_RANKS:
+            raise ConfigError(
+                f"{'gpus' if self.ep is None else 'ep'}={self.ranks}: at most {MAX_RANKS} ranks can share experts"
+            )
+        if self.gpus > _MAX_GPUS:
+            raise ConfigError(f"gpus={self.gpus}: must be at most {_MAX_GPUS:,}")
+        if self.tokens > MAX_TOKENS:
+            raise ConfigError(
+                f"sequence={self.sequence}: {self.micro_batch} sequences of it are {self.tokens:,} tokens per GPU, at "
+                f"most {MAX_TOKENS:,}"
+            )
 
     def _check_numbers(self) -> None:
         if not 0 <= self.max_drop < 1:
@@ -121,6 +138,11 @@ class Question:
         foreign = self.model.experts - self.model.experts // self.ranks
         if self.ranks > 1 and self.slots > foreign:
             raise ConfigError(f"slots={self.slots}: must be at most {foreign}, the experts homed elsewhere")
+        if self.gpus % self.node_count and self.nodes is None:
+            raise ConfigError(
+                f"gpus={self.gpus}: do not fill {self.node_count} nodes of {self.hardware.gpus_per_node} evenly; give "
+                "--nodes, or a multiple"
+            )
         if self.gpus % self.node_count:
             raise ConfigError(f"nodes={self.node_count}: must divide gpus={self.gpus}")
         try:

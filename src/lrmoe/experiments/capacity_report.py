@@ -46,7 +46,8 @@ def memory_table(answer: Answer) -> Table:
         title=f"Bytes of the fullest rank ({mode(answer)})",
         columns=("", "call, forward", "call, backward", "model, forward", "model, backward"),
         rows=rows,
-        note=f"{_limits(answer)}. Modelled.",
+        note=f"{_limits(answer)}. Weights and rows in bf16 (assumed), gradients in "
+        f"{'fp32' if answer.question.gradient_bytes == 4 else 'bf16'}. Modelled.",
     )
 
 
@@ -131,7 +132,14 @@ def assumptions(answer: Answer) -> list[str]:
         "is left to driver, communication and fragmentation."
     )
     network = q.hardware.network_bytes_per_s * 8 / 1e9
-    return [reserved, layers, f"Between nodes {network:.0f} Gb/s per GPU. Device: {q.hardware.source}."]
+    filled = ", ".join(q.model.defaults)
+    model = [f"The configuration does not say, taken from defaults: {filled}."] if filled else []
+    return [
+        *model,
+        reserved,
+        layers,
+        f"Between nodes {network:.0f} Gb/s per GPU. Device: {q.hardware.source}.",
+    ]
 
 
 _NAMED = ("model", "hardware", "gpus", "micro_batch", "sequence", "policy")

@@ -78,9 +78,12 @@ class Constants:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (name.endswith("_efficiency") and value == 0):
-                least = "positive" if name.endswith("_efficiency") else "non-negative"
-                raise PlanError(f"{name}={value!r}: must be a finite, {least} number")
+            share = name.endswith("_efficiency")
+            if not number or value < 0 or (share and not 0 < value <= 1):
+                valid = (
+                    "lie in (0, 1], a share of the datasheet's rate" if share else "be finite, non-negative"
+                )
+                raise PlanError(f"constants.{name}={value!r}: must {valid}")
 
 
 CONSTANTS = tuple(f.name for f in dataclasses.fields(Constants))

@@ -6,6 +6,7 @@ Rates are peaks of the datasheet; what part of them a phase reaches is the busin
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -23,8 +24,9 @@ class Hardware:
     Attributes:
         name: what users type.
         about: the product.
-        memory_bytes: device memory. Vendors count it in binary gigabytes (an "80 GB" H100 has about 79.6 GiB);
-            what the driver takes is part of the headroom that capacity planning leaves free.
+        memory_bytes: device memory. The "GB" of a datasheet's memory are taken as GiB (2^30 bytes), which is how it
+            is built: drivers report some 79.6 GiB of an "80 GB" H100. What they take (more where ECC lives in the same
+            memory: an L40S shows 45 of 48) is part of the headroom that capacity planning leaves free.
         flops: dense bf16 tensor FLOP/s with fp32 accumulation, no sparsity.
         hbm_bytes_per_s: device memory bandwidth.
         nvlink_bytes_per_s: NVLink bandwidth to the other GPUs of the node, per direction; None without NVLink.
@@ -47,8 +49,8 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "flops", "hbm_bytes_per_s", "pcie_bytes_per_s", "network_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise PlanError(f"{name}={getattr(self, name)}: must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise PlanError(f"{name}={getattr(self, name)}: must be positive and finite")
         if self.nvlink_bytes_per_s is not None and not self.nvlink_bytes_per_s > 0:
             raise PlanError(f"nvlink_bytes_per_s={self.nvlink_bytes_per_s}: must be positive, or None")
         if self.gpus_per_node < 1:
@@ -85,18 +87,18 @@ def _device(
     name: str,
     about: str,
     *,
-    gb: int,
+    gib: int,
     tflops: float,
     hbm: float,
     nvlink: float | None,
     pcie: float,
     source: str,
 ) -> Hardware:
-    """Memory in GB, dense bf16 TFLOP/s, GB/s of memory, GB/s per direction of the links."""
+    """Memory in GiB (the datasheet's "GB"), dense bf16 TFLOP/s, GB/s of memory, GB/s per direction of the links."""
     return Hardware(
         name=name,
         about=about,
-        memory_bytes=gb * GIB,
+        memory_bytes=gib * GIB,
         flops=tflops * 1e12,
         hbm_bytes_per_s=hbm * 1e9,
         nvlink_bytes_per_s=None if nvlink is None else nvlink * 1e9,
@@ -112,42 +114,42 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         for device in (
             _device(
                 "h100", "NVIDIA H100 SXM5 80 GB",
-                gb=80, tflops=989.4, hbm=3350, nvlink=450, pcie=64,
+                gib=80, tflops=989.4, hbm=3350, nvlink=450, pcie=64,
                 source="NVIDIA H100 datasheet, SXM: 1979 TFLOPS sparse, NVLink 900 GB/s, PCIe Gen5 128 GB/s",
             ),
             _device(
                 "h200", "NVIDIA H200 SXM 141 GB",
-                gb=141, tflops=989.4, hbm=4800, nvlink=450, pcie=64,
+                gib=141, tflops=989.4, hbm=4800, nvlink=450, pcie=64,
                 source="NVIDIA H200 datasheet, SXM: 1979 TFLOPS sparse, NVLink 900 GB/s, PCIe Gen5 128 GB/s",
             ),
             _device(
                 "h20", "NVIDIA H20 96 GB",
-                gb=96, tflops=148, hbm=4000, nvlink=450, pcie=64,
+                gib=96, tflops=148, hbm=4000, nvlink=450, pcie=64,
                 source="NVIDIA H20 product brief: 148 TFLOPS dense, 4.0 TB/s, NVLink 900 GB/s, PCIe Gen5 128 GB/s",
             ),
             _device(
                 "a100-40", "NVIDIA A100 SXM4 40 GB",
-                gb=40, tflops=312, hbm=1555, nvlink=300, pcie=32,
+                gib=40, tflops=312, hbm=1555, nvlink=300, pcie=32,
                 source="NVIDIA A100 datasheet, SXM 40 GB: 312 TFLOPS dense, NVLink 600 GB/s, PCIe Gen4 64 GB/s",
             ),
             _device(
                 "a100-80", "NVIDIA A100 SXM4 80 GB",
-                gb=80, tflops=312, hbm=2039, nvlink=300, pcie=32,
+                gib=80, tflops=312, hbm=2039, nvlink=300, pcie=32,
                 source="NVIDIA A100 datasheet, SXM 80 GB: 312 TFLOPS dense, NVLink 600 GB/s, PCIe Gen4 64 GB/s",
             ),
             _device(
                 "l40s", "NVIDIA L40S 48 GB",
-                gb=48, tflops=362.05, hbm=864, nvlink=None, pcie=32,
+                gib=48, tflops=362.05, hbm=864, nvlink=None, pcie=32,
                 source="NVIDIA L40S datasheet: 362.05 TFLOPS dense, 864 GB/s, no NVLink, PCIe Gen4 64 GB/s",
             ),
             _device(
                 "rtx4090", "NVIDIA GeForce RTX 4090 24 GB",
-                gb=24, tflops=165.2, hbm=1008, nvlink=None, pcie=32,
+                gib=24, tflops=165.2, hbm=1008, nvlink=None, pcie=32,
                 source="NVIDIA Ada whitepaper: 165.2 TFLOPS bf16 dense, fp32 accumulation, 1008 GB/s, PCIe Gen4",
             ),
             _device(
                 "b200", "NVIDIA B200 (HGX) 180 GB",
-                gb=180, tflops=2250, hbm=8000, nvlink=900, pcie=64,
+                gib=180, tflops=2250, hbm=8000, nvlink=900, pcie=64,
                 source="NVIDIA DGX B200 datasheet over 8: 180 GB, 8 TB/s, 4.5 PFLOPS sparse, NVLink 1.8 TB/s",
             ),
         )

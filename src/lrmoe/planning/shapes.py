@@ -7,6 +7,7 @@ totals to the published ones.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -70,6 +71,7 @@ class ModelShape:
         experts, top_k, expert_width: of each MoE layer. shared_width: width of all its shared experts together.
         moe_layers, dense_layers: how many of each. dense_width: width of a dense layer's feed-forward.
         attention: of every layer.
+        defaults: "name=value" of what a configuration left out and was filled in.
 
     Raises:
         PlanError: a size out of range.
@@ -87,6 +89,7 @@ class ModelShape:
     dense_layers: int = 0
     dense_width: int = 0
     tied: bool = False
+    defaults: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("hidden", "vocab", "experts", "top_k", "expert_width", "moe_layers"):
@@ -139,9 +142,34 @@ class ModelShape:
         )
 
 
+# Names that transformers' configurations use, the more specific first.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
+_WIDTH = ("moe_intermediate_size", "intermediate_size")
+_DENSE_WIDTH = ("intermediate_size_mlp", "intermediate_size")
+SIZE_NAMES = (
+    "num_hidden_layers", *_EXPERTS, *_TOP_K, *_WIDTH, "hidden_size", "vocab_size", "intermediate_size_mlp",
+    "n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "shared_expert_intermediate_size",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace", "decoder_sparse_step", "tie_word_embeddings",
+)  # fmt: skip
+
+
+class MissingSizeError(PlanError):
+    """A configuration that says nothing of a size; one that says something impossible is a plain PlanError."""
+
+
+_MOST = 2**24  # of any size
+_MOST_COUNT = 2**16  # of what is looped over or has arrays
+_COUNTS = ("experts", "moe_layers", "dense_layers", "num_hidden_layers")
+
+
 def _at_least(model: str, name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(f"{model}: {name}={value!r}: must be an integer of at least {least}")
+    most = _MOST_COUNT if name in (*_COUNTS, *_EXPERTS) else _MOST
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise PlanError(
+            f"{model}: {name}={value!r}: must be an integer of at least {least} and at most {most:,}"
+        )
 
 
 SHAPES: Mapping[str, ModelShape] = MappingProxyType(
@@ -205,13 +233,6 @@ def get_shape(name: str) -> ModelShape:
     raise PlanError(f"model={name!r}: no such model{hint}; known: {known}; or a config.json")
 
 
-# Names that transformers' configurations use, the more specific first.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
-_WIDTH = ("moe_intermediate_size", "intermediate_size")
-_DENSE_WIDTH = ("intermediate_size_mlp", "intermediate_size")
-
-
 def shape_from_config(config: Mapping[str, object], name: str | None = None) -> ModelShape:
     """Sizes from the dictionary of a transformers configuration (its `to_dict()` or config.json).
 
@@ -220,7 +241,8 @@ def shape_from_config(config: Mapping[str, object], name: str | None = None) -> 
         name: for tables; the configuration's own name or model type otherwise.
 
     Raises:
-        PlanError: not a Mixture-of-Experts model, or a size is missing (names it) or out of range.
+        MissingSizeError: not a Mixture-of-Experts model, or a size is missing (names it).
+        PlanError: a size is null, no integer or out of range.
     """
     text = config.get("text_config")
     fields: Mapping[str, object] = text if isinstance(text, Mapping) else config
@@ -268,12 +290,16 @@ class _Reader:
     def size(self, *names: str) -> int:
         """The first of `names` that is set, at least 1."""
         value = self.optional(*names)
-        if value < 1:
-            expected = " or ".join(names)
-            raise PlanError(
-                f"{self.model}: the configuration has no {expected}: not a Mixture-of-Experts model?"
-            )
-        return value
+        if value >= 1:
+            return value
+        expected = " or ".join(names)
+        for name in names:
+            if name in self.fields:
+                text = json.dumps(self.fields[name])
+                raise PlanError(f"{self.model}: {name}={text}: must be an integer of at least 1")
+        raise MissingSizeError(
+            f"{self.model}: the configuration has no {expected}: not a Mixture-of-Experts model?"
+        )
 
 
 def _attention(read: _Reader) -> Attention | LatentAttention:
@@ -313,7 +339,7 @@ def _is_moe(fields: Mapping[str, object], layer: int) -> bool:
     if layer < number("first_k_dense_replace", 0):
         return False
     if "expert_layer_period" in fields:
-        return layer % number("expert_layer_period", 1) == number("expert_layer_offset", 0)
+        return layer % max(number("expert_layer_period", 1), 1) == number("expert_layer_offset", 0)
     start, end = number("moe_layer_start_index", 0), number("moe_layer_end_index", layer)
     step = number("decoder_sparse_step", number("moe_layer_interval", 1))
     return start <= layer <= (layer if end < 0 else end) and (layer + 1) % max(step, 1) == 0
