@@ -486,6 +486,23 @@ class TestCommand:
         assert "gpus=256" in done.out
         assert "multiple of the ranks" in done.out
 
+    def test_an_option_swept_twice_adds_values_and_each_counts_once(self, run: Run) -> None:
+        done = run(
+            "--hardware", "h200,h200", "--sweep", "gpus=8,8", "--sweep", "gpus=16,256", "--csv", "t.csv"
+        )
+        assert done.code == 0, done.err
+        with Path("t.csv").open(encoding="utf-8") as file:
+            assert [row["gpus"] for row in csv.DictReader(file)] == ["8", "16", "256"]
+        assert "\ngpus=256: Qwen3-30B-A3B has 128 experts" in done.out
+        assert "add --ep 128" in done.out
+
+    def test_a_skew_that_one_case_cannot_have_is_a_row(self, run: Run) -> None:
+        done = run(
+            "--model", "Mixtral-8x7B,Qwen3-30B-A3B", "--hardware", "b200", "--gpus", "8", "--peak", "2.5"
+        )
+        assert done.code == 0, done.err
+        assert "--peak=2.5: sigma 8 reaches no more than" in done.out
+
     def test_several_devices_are_a_sweep_too(self, run: Run) -> None:
         done = run("--hardware", "h200,b200", "--json")
         assert done.code == 0, done.err
@@ -522,16 +539,21 @@ class TestCommand:
             (("--model", "qwen3-30b-a3"), "did you mean 'Qwen3-30B-A3B'"),
             (("--hardware", "h1000"), "did you mean 'h100'"),
             (("--budget", "0"), "budget='0'"),
-            (("--layer-budget", "-5GiB"), "layer_budget='-5GiB'"),
+            (("--layer-budget", "-5GiB"), "--layer-budget='-5GiB'"),
             (("--gpus", "3"), "gpus=3"),
             (("--gpus", "256"), "gpus=256"),
-            (("--seq", "-8"), "sequence=-8"),
-            (("--network-gbps", "0"), "network_bytes_per_s=0"),
+            (("--seq", "-8"), "--seq=-8"),
+            (("--seq", "9" * 30), "at most 1,073,741,824"),
+            (("--gpus", "9" * 9), "--gpus=9"),
+            (("--network-gbps", "0"), "--network-gbps=0.0"),
             (("--grads", "fp8"), "grads='fp8'"),
             (("--calibration", "none.json"), "none.json"),
             (("--sweep", "gpu=8"), "did you mean 'gpus'"),
             (("--sweep", "gpus=8,x"), "gpus='x'"),
             (("--sweep", "gpus="), "at least one"),
+            (("--sweep", "policy=lrmoe,lrmo"), "--policy='lrmo'"),
+            (("--sweep", "gpus=8", "--policy", "lrmo"), "--policy='lrmo'"),
+            (("--slots", "1000"), "--slots=1000: must be at most 112"),
             (("--sweep", "gpus=3,5"), "no case can be planned"),
             (("--hardware", ","), "at least one"),
         ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,14 @@ from typing import Any
 from lrmoe.errors import ConfigError, InfeasibleError, PlanError
 from lrmoe.experiments import capacity_figures as figures
 from lrmoe.experiments import capacity_report as report
-from lrmoe.experiments.capacity import largest_micro_batch, solve
+from lrmoe.experiments.capacity import Answer, largest_micro_batch, solve
 from lrmoe.experiments.capacity_advice import advise
 from lrmoe.experiments.capacity_model import find_model, parse_size
 from lrmoe.experiments.capacity_question import Question
 from lrmoe.experiments.folder import check_free
 from lrmoe.planning.calibration import Calibration
 from lrmoe.planning.hardware import Hardware, get_hardware
+from lrmoe.planning.policies import policy_info
 from lrmoe.telemetry.figures import figure
 
 _GRADS = {"fp32": 4, "bf16": 2}
@@ -34,6 +37,11 @@ _SWEPT: Mapping[str, Callable[[str], Any]] = {
     "model": str,
     "hardware": str,
 }
+_TYPED = {"sequence": "seq", "target_peak": "peak"}  # fields of a question whose option has another name
+_FIELD = re.compile(
+    r"^(sequence|target_peak|gpus|ep|nodes|micro_batch|policy|slots|max_drop|drop|budget|layer_budget|reserved|headroom|activations|"
+    r"checkpointing|grads|optimizer|skew|peak|seed|network_gbps|calibration|sweep|csv|model|hardware)="
+)
 _CSV = Path("runs/plan/capacity.csv")
 
 
@@ -63,8 +71,21 @@ def plan(
     Raises:
         ConfigError: a bad value, an unknown model, device, policy or option, or a file that is there already.
     """
-    axes = _axes(model, hardware, sweep)
-    if all(len(values) == 1 for values in axes.values()) and csv is None and not sweep:
+    try:
+        return _plan(_axes(model, hardware, sweep, options), csv, overwrite, as_json, bool(sweep), options)
+    except ConfigError as error:
+        raise ConfigError(_as_typed(str(error))) from error
+
+
+def _plan(
+    axes: Mapping[str, Sequence[str]],
+    csv: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    swept: bool,
+    options: Mapping[str, Any],
+) -> int:
+    if all(len(values) == 1 for values in axes.values()) and csv is None and not swept:
         case = {name: values[0] for name, values in axes.items()}
         return _one(_question({**options, **case}), as_json)
     _check_csv(csv, overwrite)
@@ -84,8 +105,7 @@ def _check_csv(csv: Path | None, overwrite: bool) -> None:
 def _one(question: Question, as_json: bool) -> int:
     from rich.console import Console
 
-    answer = solve(question)
-    largest = largest_micro_batch(question)
+    answer, largest = _solve(question)
     advice = [] if answer.fits else advise(answer)
     console = Console(stderr=as_json)
 
@@ -106,6 +126,16 @@ def _one(question: Question, as_json: bool) -> int:
     for line in report.advice_lines(answer, advice):
         say(line)
     raise InfeasibleError(report.verdict(answer, largest))
+
+
+def _solve(question: Question) -> tuple[Answer, int]:
+    """The answer and the largest micro-batch."""
+    try:
+        return solve(question), largest_micro_batch(question)
+    except (OverflowError, MemoryError) as error:
+        raise ConfigError(
+            f"gpus={question.gpus}, sequence={question.sequence}: too large to plan with {question.model.name}"
+        ) from error
 
 
 def _many(axes: Mapping[str, Sequence[str]], options: Mapping[str, Any], csv: Path, as_json: bool) -> int:
@@ -134,12 +164,11 @@ def _many(axes: Mapping[str, Sequence[str]], options: Mapping[str, Any], csv: Pa
 def _row(options: Mapping[str, Any]) -> dict[str, Any]:
     """One case; a layout that cannot be (more ranks than experts, say) is a row that says why."""
     try:
-        question = _question(options)
+        return figures.sweep_row(*_solve(_question(options)))
     except ConfigError as error:
         names = {**options, "sequence": options["seq"]}
         given = {name: names[name] for name in figures.COLUMNS if names.get(name) is not None}
-        return {**given, "fits": "-", "largest_micro_batch": 0, "why": str(error)}
-    return figures.sweep_row(solve(question), largest_micro_batch(question))
+        return {**given, "fits": "-", "largest_micro_batch": 0, "why": _as_typed(str(error))}
 
 
 def _figure(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,9 +178,25 @@ def _figure(row: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _axes(model: str, hardware: str, sweep: Sequence[str]) -> dict[str, list[str]]:
-    """Option -> values; model and hardware may be lists by themselves. Names are checked before anything runs."""
+def _as_typed(message: str) -> str:
+    """A message that names the option as it is typed: "sequence=0: .." becomes "--seq=0: ..."."""
+
+    def option(name: re.Match[str]) -> str:
+        typed = _TYPED.get(name[1], name[1])
+        return f"--{typed.replace('_', '-')}="
+
+    return _FIELD.sub(option, message)
+
+
+def _axes(
+    model: str, hardware: str, sweep: Sequence[str], options: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Option -> values, each once; model and hardware may be lists by themselves, an option swept twice adds values.
+
+    Names are checked before anything runs.
+    """
     axes = {"model": _list("model", model), "hardware": _list("hardware", hardware)}
+    swept: set[str] = set()
     for text in sweep:
         name, equals, values = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
@@ -161,11 +206,18 @@ def _axes(model: str, hardware: str, sweep: Sequence[str]) -> dict[str, list[str
             raise ConfigError(
                 f"sweep={text!r}: must be OPTION=A,B with an option of {', '.join(_SWEPT)}{hint}"
             )
-        axes[name] = _list(f"sweep {name}", values)
+        more = _list(f"sweep {name}", values)
+        axes[name] = list(dict.fromkeys([*(axes[name] if name in swept else ()), *more]))
+        swept.add(name)
     for name in axes["model"]:
         find_model(name)
     for name in axes["hardware"]:
         _device(name, None)
+    for name in axes.get("policy", [options["policy"]] if "policy" in options else []):
+        try:
+            policy_info(name)
+        except PlanError as error:
+            raise ConfigError(str(error)) from error
     return axes
 
 
@@ -173,7 +225,7 @@ def _list(field: str, text: str) -> list[str]:
     values = [part.strip() for part in text.split(",") if part.strip()]
     if not values:
         raise ConfigError(f"{field}={text!r}: name at least one value")
-    return values
+    return list(dict.fromkeys(values))
 
 
 def _cases(axes: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
@@ -188,6 +240,8 @@ def _cases(axes: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
 
 
 def _device(name: str, network_gbps: float | None) -> Hardware:
+    if network_gbps is not None and not 0 < network_gbps < math.inf:
+        raise ConfigError(f"network_gbps={network_gbps}: must be positive and finite")
     try:
         device = get_hardware(name)
         return device if network_gbps is None else device.with_network(network_gbps * 1e9 / 8)

@@ -175,8 +175,16 @@ def sweep_notes(rows: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list
     cases: dict[str, list[str]] = {}
     for row in rows:
         if row["why"]:
-            cases.setdefault(row["why"], []).append(" ".join(f"{name}={row.get(name)}" for name in swept))
+            label = " ".join(f"{name}={row.get(name)}" for name in swept)
+            cases.setdefault(_without(row["why"], label), []).append(label)
     return [f"{'; '.join(names)}: {why}" for why, names in cases.items()]
+
+
+def _without(why: str, label: str) -> str:
+    """The reason without its "--option=value: " where the case's label says that already."""
+    option, colon, reason = why.partition(": ")
+    said = option.removeprefix("--").replace("-", "_").replace("seq=", "sequence=")
+    return reason if colon and said in label.split() else why
 
 
 def kind_of(answer: Answer) -> str:
