@@ -271,7 +271,7 @@ def simulate(
     tokens: Annotated[int | None, typer.Option(help="Tokens per rank and call (32768).")] = None,
     steps: Annotated[int | None, typer.Option(help="Measured calls (4; of a trace: all).")] = None,
     skip: Annotated[
-        int | None, typer.Option(help="Calls before them that only make history (4; of a trace: 0).")
+        int | None, typer.Option(help="Calls before them that only make history (12; of a trace: 0).")
     ] = None,
     slots: Annotated[int, typer.Option(help="Weight slots per rank beyond the home experts.")] = 2,
     budget: Annotated[

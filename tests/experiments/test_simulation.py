@@ -76,6 +76,19 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert again[name]["value"] == lines[name]["value"]
 
 
+def test_chunks_are_figures_where_any_system_has_more_than_one(capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"systems": ["megatron", "lrmoe"], "generator": "hot_rank"}
+    _, lines, _ = run(capsys, **options)
+    assert not [name for name in lines if name.endswith("_chunks")]
+    _, lines, err = run(capsys, **options, budget="112MiB")
+    found = {
+        name.split(".")[2]: line["value"] for name, line in lines.items() if name.endswith(".forward_chunks")
+    }
+    assert found["megatron"] == 1
+    assert found["lrmoe"] > 1
+    assert "Chunks: 4 ranks, 16 experts" in " ".join(err.split())
+
+
 def test_idle_experts_of_a_csv_file_are_given_by_option(capsys: pytest.CaptureFixture[str]) -> None:
     Path("t.csv").write_text("step,layer,source,expert,count\n0,0,0,0,5\n0,0,1,2,7\n")
     nothing = dict.fromkeys(("tokens", "skip", "steps"))

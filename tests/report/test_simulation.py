@@ -65,6 +65,29 @@ def test_calls_that_do_not_fit_are_said(summary: dict[str, Any], tmp_path: Path)
     html.render([loaded])
 
 
+def test_chunks_are_shown_where_there_are_any(summary: dict[str, Any], tmp_path: Path) -> None:
+    plain = load_run(write(tmp_path / "plain", summary))
+    assert not any("chunks" in heading for table in simulation.tables(plain) for heading in table.columns)
+    assert "chunks" not in simulation.fairness_short(plain).columns
+    scenario = json.loads(json.dumps(summary["scenarios"][0]))
+    scenario["systems"]["lrmoe"]["backward_chunks"] = 2.5
+    loaded = load_run(write(tmp_path / "sim", {**summary, "scenarios": [scenario]}))
+    assert simulation.chunks(scenario).rows[2] == ("lrmoe", "1", "2.5")
+    assert "chunks" in simulation.fairness_short(loaded).columns
+    assert "bwd chunks" in html.render([loaded])
+
+
+def test_words_name_the_calls(summary: dict[str, Any], tmp_path: Path) -> None:
+    loaded = load_run(write(tmp_path / "sim", summary))
+    assert "4 calls measured after 12 that only make history" in simulation.method(loaded)
+    settings = {**summary["settings"], "trace": "runs/demo", "steps": None, "skip": 0}
+    del settings["generator"]
+    loaded = load_run(write(tmp_path / "trace", {**summary, "settings": settings}))
+    assert "counts of the trace runs/demo; all calls measured after 0" in simulation.method(loaded)
+    still = {**summary["scenarios"][0], "at_home": {"smartmoe": "every 10 calls"}}
+    assert "smartmoe (acts: every 10 calls) left every expert at home" in simulation.balance(still).note
+
+
 def test_a_comparison_with_the_published_figures_is_shown(summary: dict[str, Any], tmp_path: Path) -> None:
     line = {"quantity": "peak", "published": 2.0, "simulated": 1.0, "ratio": 0.5, "what": "said so"}
     loaded = load_run(write(tmp_path / "sim", {**summary, "comparison": [line]}))

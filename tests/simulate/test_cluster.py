@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -176,8 +178,48 @@ def test_systems_without_a_limit_get_the_common_slots() -> None:
     llep, fastermoe = make_systems(["llep", "fastermoe"], 3)
     assert llep.limited is not None
     assert fastermoe.limited is not None
-    assert fairness(llep, LAYER, Allowance(slots=3))["slots per rank beyond E / R"].startswith("3 (put on it")
+    assert fairness(llep, LAYER, Allowance(slots=3), [])["slots per rank beyond E / R"].startswith(
+        "3 (put on it"
+    )
     assert make_system("ultraep", 3).limited is None
+
+
+def test_fairness_tells_what_plans_did_not_what_a_name_promises() -> None:
+    exact = {
+        "calls": 2,
+        "kept_share": 1.0,
+        "overflow_share": 0.0,
+        "forward_chunks": 1.0,
+        "backward_chunks": 1.0,
+    }
+    pruned = {**exact, "kept_share": 0.75, "overflow_share": 0.125, "backward_chunks": 2.5}
+    missed = {"calls": 0, "infeasible_calls": 2}
+
+    def seen(name: str, *found: dict[str, float]) -> tuple[str, str, str]:
+        entry = fairness(make_system(name, 2), LAYER, ALLOWANCE, found)
+        return entry["estimator"], entry["drops in forward"], entry["chunks"]
+
+    assert seen("lrmoe", exact) == ("exact backward", "no", "offered under a budget, none used")
+    assert seen("symi", exact, missed) == ("exact backward", "by option, off here", "not offered")
+    assert seen("symi", exact, pruned)[:2] == ("backward kept 75%", "12.5% of pairs")
+    assert seen("lrmoe", pruned)[2] == "offered under a budget, 2.5 used"
+    assert seen("lrmoe", missed)[0] == "no call planned"
+
+
+def test_what_a_users_policy_says_of_itself_is_a_claim(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from lrmoe.planning.policies import PolicyInfo, get_policy\n"
+        "class Says:\n"
+        "    INFO = PolicyInfo(title='', source='', inputs='history', acts='now', moves='', slots='none')\n"
+        "    def __call__(self, problem):\n"
+        "        return get_policy('megatron')(problem)\n"
+        "def silent(problem):\n"
+        "    return get_policy('megatron')(problem)\n"
+    )
+    says, silent, ours = make_systems([f"{tmp_path}/mine.py:Says", f"{tmp_path}/mine.py:silent", "symi"], 2)
+    entries = [fairness(system, LAYER, ALLOWANCE, []) for system in (says, silent, ours)]
+    assert [e["plans from"] for e in entries] == ["claims: history", "claims nothing", "history"]
+    assert entries[0]["acts"] == "claims: now"
 
 
 def test_one_rank_needs_no_slots() -> None:

@@ -136,6 +136,26 @@ def test_sizes_of_a_trace_count_unless_a_model_is_named() -> None:
     assert (Settings(trace=odd).layer.shape.hidden, Settings(trace=odd).layer.top_k) == (2048, 8)
 
 
+def test_systems_that_never_moved_an_expert_are_named() -> None:
+    short = {
+        "systems": ("megatron", "smartmoe", "symi", "ultraep"),
+        "ranks": (4,),
+        "experts": (16,),
+        "tokens": 512,
+    }
+    at_home = [run(Settings(**short, skip=skip, steps=1))["scenarios"][0]["at_home"] for skip in (2, None)]
+    assert at_home == [{"smartmoe": "every 10 calls"}, {}]
+    alone = Settings(systems=("smartmoe",), ranks=(1,), experts=(8,), tokens=64, allowance=Allowance(slots=0))
+    assert run(alone)["scenarios"][0]["at_home"] == {}
+
+
+def test_settings_say_where_the_calls_are_from() -> None:
+    made = run(Settings(systems=("megatron",), ranks=(2,), experts=(8,), top_k=2, tokens=16))["settings"]
+    assert (made["steps"], made["skip"], made.get("trace")) == (4, 12, None)
+    read = run(Settings(systems=("megatron",), trace=trace(), trace_file="runs/x", skip=1))["settings"]
+    assert (read["steps"], read["skip"], read["trace"]) == (None, 1, "runs/x")
+
+
 def test_experts_by_ranks() -> None:
     assert [experts_for(r) for r in (8, 32, 64, 256, 1024)] == [128, 128, 256, 512, 1024]
 

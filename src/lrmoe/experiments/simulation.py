@@ -53,6 +53,10 @@ QUANTITIES: Mapping[str, tuple[str, str]] = {
     "backward_ms": ("ms", "lower"),
     "layer_ms": ("ms", "lower"),
 }
+CHUNKS: Mapping[str, tuple[str, str]] = {  # where any system has more than 1
+    "forward_chunks": ("chunks", "lower"),
+    "backward_chunks": ("chunks", "lower"),
+}
 _PUBLISHED_UNITS = {
     "speedup": ("ratio", "higher"),
     "peak": ("peak/mean", "lower"),
@@ -158,6 +162,7 @@ def _settings(*, trace: Path | None, trace_system: str | None, **values: Any) ->
             if values[key]:
                 raise ConfigError(f"{key}={values[key]!r}: a trace has its own counts; give one or the other")
         read = load(trace, system=trace_system)
+        values["trace_file"] = str(trace)
         values["trace"] = enlarge(read, values["ranks"] or (), values["experts"] or ())
     elif trace_system is not None:
         raise ConfigError(f"trace_system={trace_system!r}: there is no trace")
@@ -272,11 +277,12 @@ def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     context = {**summary["context"], **settings}
     for scenario in summary["scenarios"]:
         where = f"simulate.R{scenario['ranks']}E{scenario['experts']}"
+        quantities = {**QUANTITIES, **(CHUNKS if simulation.chunked(scenario) else {})}
         for system, found in scenario["systems"].items():
             for kind in ("infeasible_calls", "over_budget_calls"):
                 if kind in found:
                     yield figure(f"{where}.{system}.{kind}", found[kind], "calls", "lower", **context)
-            for quantity, (unit, better) in QUANTITIES.items():
+            for quantity, (unit, better) in quantities.items():
                 if quantity in found:
                     yield figure(f"{where}.{system}.{quantity}", found[quantity], unit, better, **context)
             for pressure, value in found.get("throughput", {}).items():

@@ -47,6 +47,11 @@ _COST: Sequence[_Column] = (
     ("layer ms", "layer_ms", milliseconds),
 )
 
+_CHUNKS: Sequence[_Column] = (
+    ("fwd chunks", "forward_chunks", number),
+    ("bwd chunks", "backward_chunks", number),
+)
+
 
 def scenarios(run: Run) -> Sequence[_Figures]:
     """One entry per cluster size."""
@@ -82,6 +87,9 @@ def _balance_note(scenario: _Figures) -> str:
         if missed:
             calls = figures["calls"] + figures["infeasible_calls"]
             text += f" {name} does not fit the budget in {missed} of {calls} calls."
+    for name, acts in scenario.get("at_home", {}).items():
+        text += f" {name} (acts: {acts}) left every expert at home in the measured calls: it saw nothing to gain, or "
+        text += "its turn comes after more calls than --skip."
     if scenario["capacity_rows"] is not None:
         text += (
             f" At {_last(scenario)}x: effective throughput with so much larger a batch, the part that fits "
@@ -103,6 +111,22 @@ def cost(scenario: _Figures) -> Table:
     note += "that cross ranks, all ranks; CPU time of planning on this machine; other times are modelled, nothing "
     note += "overlaps."
     return Table(title=f"Cost: {where(scenario)}", columns=columns, rows=rows, note=note)
+
+
+def chunks(scenario: _Figures) -> Table:
+    """Parts in which rows run, of one cluster."""
+    columns = ("system", *(title for title, *_ in _CHUNKS))
+    rows = [(name, *_cells(f, _CHUNKS)) for name, f in scenario["systems"].items()]
+    note = "Parts in which each rank's rows run one after another, mean over calls; the memory columns hold the token "
+    note += (
+        "buffers of one part. Of the built-in systems only lrmoe is offered chunks, and only under a budget."
+    )
+    return Table(title=f"Chunks: {where(scenario)}", columns=columns, rows=rows, note=note)
+
+
+def chunked(scenario: _Figures) -> bool:
+    """Whether any system runs rows in more than one part."""
+    return any(f.get(name, 1) > 1 for f in scenario["systems"].values() for _, name, _ in _CHUNKS)
 
 
 def _cells(figures: _Figures, columns: Sequence[_Column]) -> list[str]:
@@ -154,7 +178,11 @@ def _plain(key: str, value: Any) -> str:
 
 def tables(run: Run) -> list[Table]:
     """All tables for a terminal, in order."""
-    found = [table for scenario in scenarios(run) for table in (balance(scenario), cost(scenario))]
+    found = [
+        table
+        for scenario in scenarios(run)
+        for table in (balance(scenario), cost(scenario), *([chunks(scenario)] if chunked(scenario) else ()))
+    ]
     beside = comparison(run)
     return [*found, *([beside] if beside else [])]
 
@@ -184,8 +212,11 @@ def method(run: Run) -> str:
         f"counts of the generator {settings['generator']!r}, seeds {', '.join(map(str, settings['seeds']))}, "
         f"{settings['tokens']:,} tokens per rank"
         if "generator" in settings
-        else "counts of a trace"
+        else f"counts of the trace {settings.get('trace') or 'given'}"
     )
+    steps, skip = settings.get("steps"), settings.get("skip")
+    if skip is not None:
+        source += f"; {'all' if steps is None else steps} calls measured after {skip} that only make history"
     slots, row, expert = settings["slots"], size(settings["row_bytes"]), size(settings["expert_bytes"])
     return (
         f"Simulated, nothing was run: {source}. Every system planned every call; history-based systems saw earlier "
@@ -198,7 +229,9 @@ def method(run: Run) -> str:
 def fairness_short(run: Run) -> Table:
     """What differs between systems in the fairness table, narrow enough for a terminal."""
     given: Mapping[str, _Figures] = run.summary["fairness"]
-    keys = ("slots per rank beyond E / R", "plans from", "acts", "estimator")
+    keys: tuple[str, ...] = ("slots per rank beyond E / R", "plans from", "acts", "estimator")
+    if any(chunked(scenario) for scenario in scenarios(run)):
+        keys = (*keys, "chunks")
     rows = [(name, *(str(entry.get(key, "-")) for key in keys)) for name, entry in given.items()]
     return Table(
         title="Fairness: what each system was given",

@@ -13,8 +13,8 @@ import numpy as np
 from lrmoe.planning.problem import Topology
 from lrmoe.simulate.cluster import Outcome, simulate
 from lrmoe.simulate.measure import CallFigures
-from lrmoe.simulate.run import Settings, calls, describe, scenario_summary
-from lrmoe.simulate.scenario import SYSTEMS, Allowance, fairness, make_systems
+from lrmoe.simulate.run import Settings, calls, describe, fairness_table, scenario_summary
+from lrmoe.simulate.scenario import SYSTEMS, Allowance, make_systems
 from lrmoe.simulate.summary import BASELINE, BASELINE_PRESSURE, capacity_rows, throughput
 
 OURS = "lrmoe"
@@ -111,7 +111,7 @@ def run_published(
         "preset": "published",
         "settings": describe(settings, layer),
         "scenarios": [scenario],
-        "fairness": {s.name: dict(fairness(s, layer, settings.allowance)) for s in systems},
+        "fairness": fairness_table(systems, layer, settings.allowance, [scenario]),
         "published": values,
         "comparison": comparison(values),
     }

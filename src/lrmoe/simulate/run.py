@@ -13,7 +13,7 @@ from lrmoe.planning.problem import Topology
 from lrmoe.planning.shapes import get_shape
 from lrmoe.simulate.cluster import Calls, Outcome, mean_rows, simulate
 from lrmoe.simulate.generators import Shape
-from lrmoe.simulate.scenario import SYSTEMS, Allowance, Layer, fairness, make_systems
+from lrmoe.simulate.scenario import SYSTEMS, Allowance, Layer, System, fairness, make_systems
 from lrmoe.simulate.sources import from_generator, from_trace
 from lrmoe.simulate.summary import BASELINE, capacity_rows, system_summary, throughputs
 from lrmoe.telemetry.traces import Trace
@@ -21,6 +21,10 @@ from lrmoe.telemetry.traces import Trace
 _EXPERTS_BY_RANKS = ((32, 128), (128, 256), (512, 512))  # up to so many ranks, so many experts; 1024 beyond
 MAX_RANKS = 4096
 MODEL = "Qwen3-30B-A3B"
+STEPS, SKIP = (
+    4,
+    12,
+)  # of a generator; the longest interval between looks at a placement is SmartMoE's, 10 calls
 Progress = Callable[[str, int, int], None]
 
 
@@ -30,11 +34,11 @@ class Settings:
 
     Attributes:
         systems: names. ranks: one cluster each. experts: of each cluster; empty: the trace's, or by the ranks.
-        generator: name of a pattern; trace: counts instead. options: of the generator.
+        generator: name of a pattern; trace: counts instead, trace_file: where they are from. options: of the generator.
         model: whose expert sizes and experts per token; None: those that the trace names, or Qwen3-30B-A3B.
         top_k: instead of the model's.
-        tokens: per source rank and call. steps: measured calls (of a trace: most per layer; None: all).
-        skip: calls before them, which only make history. seeds: sequences of the generator.
+        tokens: per source rank and call. steps: measured calls (of a trace: most per layer); None: 4, of a trace all.
+        skip: calls before them, which only make history; None: 12, of a trace 0. seeds: sequences of the generator.
         allowance: what every system is given. hardware: device. ranks_per_node: None takes the device's.
     """
 
@@ -44,6 +48,7 @@ class Settings:
     generator: str = "lognormal"
     options: Mapping[str, Any] = field(default_factory=dict)
     trace: Trace | None = None
+    trace_file: str | None = None
     model: str | None = None
     top_k: int | None = None
     tokens: int = 32768
@@ -70,6 +75,16 @@ class Settings:
             raise ConfigError(f"seed={min(self.seeds)}: must be at least 0")
         if len(set(self.ranks)) != len(self.ranks):
             raise ConfigError(f"ranks={list(self.ranks)}: each once")
+
+    @property
+    def history(self) -> int:
+        """Calls that only make history."""
+        return (SKIP if self.trace is None else 0) if self.skip is None else self.skip
+
+    @property
+    def measured(self) -> int | None:
+        """Measured calls; None for all of a trace."""
+        return STEPS if self.steps is None and self.trace is None else self.steps
 
     @property
     def layer(self) -> Layer:
@@ -152,7 +167,17 @@ def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
         "kind": "simulate",
         "settings": describe(settings, layer),
         "scenarios": scenarios,
-        "fairness": {s.name: dict(fairness(s, layer, settings.allowance)) for s in systems},
+        "fairness": fairness_table(systems, layer, settings.allowance, scenarios),
+    }
+
+
+def fairness_table(
+    systems: Sequence[System], layer: Layer, allowance: Allowance, scenarios: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What every system was given, and what its plans in all clusters did."""
+    return {
+        s.name: dict(fairness(s, layer, allowance, [scenario["systems"][s.name] for scenario in scenarios]))
+        for s in systems
     }
 
 
@@ -164,13 +189,13 @@ def sources_per_cluster(settings: Settings) -> int:
 def calls(settings: Settings, layer: Layer, topology: Topology) -> list[Calls]:
     """The calls of one cluster."""
     if settings.trace is not None:
-        return from_trace(settings.trace, topology.ranks, steps=settings.steps, skip=settings.skip or 0)
+        return from_trace(settings.trace, topology.ranks, steps=settings.steps, skip=settings.history)
     shape = Shape(ranks=topology.ranks, experts=topology.experts, top_k=layer.top_k, tokens=settings.tokens)
     return from_generator(
         settings.generator,
         seeds=settings.seeds,
-        steps=4 if settings.steps is None else settings.steps,
-        skip=4 if settings.skip is None else settings.skip,
+        steps=STEPS if settings.steps is None else settings.steps,
+        skip=settings.history,
         options=settings.options,
         ranks=shape.ranks,
         experts=shape.experts,
@@ -203,7 +228,17 @@ def scenario_summary(
         "capacity_rows": capacity,
         "capacity_rule": "the budget" if budget is not None else "fixed ownership reaches 40 % at 20x",
         "systems": found,
+        "at_home": {o.system.name: o.system.info.acts for o in outcomes if topology.ranks > 1 and _stayed(o)},
     }
+
+
+def _stayed(outcome: Outcome) -> bool:
+    """Whether a system that plans from history left every expert at home in all measured calls."""
+    return (
+        outcome.system.remembers
+        and bool(outcome.calls)
+        and not any(call.replicas or call.weight_traffic for call in outcome.calls)
+    )
 
 
 def describe(settings: Settings, layer: Layer) -> dict[str, Any]:
@@ -215,9 +250,15 @@ def describe(settings: Settings, layer: Layer) -> dict[str, Any]:
         "seeds": list(settings.seeds),
         "tokens": settings.tokens,
     }
-    source = generated if settings.trace is None else {"trace_system": settings.trace.system or None}
+    source = (
+        generated
+        if settings.trace is None
+        else {"trace": settings.trace_file, "trace_system": settings.trace.system or None}
+    )
     return {
         **source,
+        "steps": settings.measured,
+        "skip": settings.history,
         "systems": list(settings.systems),
         "model": settings.model or (MODEL if settings.trace is None else settings.trace.about.get("model")),
         "hidden": layer.shape.hidden,

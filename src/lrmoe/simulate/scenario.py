@@ -6,7 +6,7 @@ Shape letters: R ranks, E experts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,10 +145,16 @@ def make_systems(names: list[str], slots: int) -> list[System]:
     return [make_system(name, slots) for name in names]
 
 
-def fairness(system: System, layer: Layer, allowance: Allowance) -> Mapping[str, Any]:
-    """What a system was given and plans from, for the table that stands beside every comparison."""
+def fairness(
+    system: System, layer: Layer, allowance: Allowance, found: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """What a system was given and plans from, for the table that stands beside every comparison.
+
+    Args:
+        system: which. layer, allowance: of the simulation.
+        found: its figures in every cluster; what it leaves out is read off its plans, not taken on trust.
+    """
     info, budget = system.info, allowance.budget_bytes
-    prunes = system.name == "lrmoe"
     slots = {"none": "0"}.get(info.slots, f"{allowance.slots} ({info.slots})")
     if info.slots == "unbounded":
         slots = f"{allowance.slots} (put on it by {system.limited})" if system.limited else "no limit"
@@ -158,11 +164,42 @@ def fairness(system: System, layer: Layer, allowance: Allowance) -> Mapping[str,
         "bytes of a slot": layer.expert_bytes,
         "bytes of a pair": layer.row_bytes,
         "budget per rank and call": "none" if budget is None else budget,
-        "plans from": info.inputs,
-        "acts": info.acts,
-        "moves": info.moves,
-        "estimator": f"backward keeps at least {1 - allowance.max_drop:.0%}" if prunes else "exact backward",
+        "plans from": _claim(system, info.inputs),
+        "acts": _claim(system, info.acts),
+        "moves": _claim(system, info.moves),
+        "estimator": _estimator(found),
+        "chunks": _chunks(system, found),
         "activations": "five hidden rows per pair, nobody recomputes unless the budget forces it",
-        "drops in forward": "by option, off here" if info.drops else "no",
+        "drops in forward": _forward_drops(system, found),
         "note": info.note,
     }
+
+
+def _claim(system: System, said: str) -> str:
+    """Built-in systems are tested to do what they say; what a user's policy says of itself is a claim."""
+    claims: bool | None = getattr(system.policy, "claims", None)
+    return said if claims is None else f"claims: {said}" if claims else "claims nothing"
+
+
+def _estimator(found: Sequence[Mapping[str, Any]]) -> str:
+    planned = [f for f in found if f["calls"]]
+    if not planned:
+        return "no call planned"
+    least = min(f["kept_share"] for f in planned)
+    return "exact backward" if least == 1 else f"backward kept {100 * least:.3g}%"
+
+
+def _forward_drops(system: System, found: Sequence[Mapping[str, Any]]) -> str:
+    most = max((f["overflow_share"] for f in found if f["calls"]), default=0.0)
+    if most > 0:
+        return f"{100 * most:.3g}% of pairs"
+    return "by option, off here" if system.info.drops and not hasattr(system.policy, "claims") else "no"
+
+
+def _chunks(system: System, found: Sequence[Mapping[str, Any]]) -> str:
+    """Of the built-in systems only lrmoe reads how many chunks a call may run in."""
+    used = max((max(f["forward_chunks"], f["backward_chunks"]) for f in found if f["calls"]), default=1)
+    if used > 1:
+        return f"offered under a budget, {used:.3g} used"
+    own = system.name == "lrmoe" or hasattr(system.policy, "claims")
+    return "offered under a budget, none used" if own else "not offered"

@@ -30,11 +30,15 @@ class UserPolicy:
     Attributes:
         name: what it was asked for as, "path/to/file.py:Name".
         info: what tables say of it.
+        claims: whether its file says so; otherwise nothing is known.
     """
 
-    def __init__(self, name: str, plan: Callable[[Problem], Any], info: PolicyInfo) -> None:
+    def __init__(
+        self, name: str, plan: Callable[[Problem], Any], info: PolicyInfo, *, claims: bool = True
+    ) -> None:
         self.name = name
         self.info = info
+        self.claims = claims
         self._plan = plan
 
     def __call__(self, problem: Problem) -> LayerPlan:
@@ -166,6 +170,7 @@ def _load(name: str, path: Path, changed_ns: int, attribute: str) -> UserPolicy:
     plan = _instance(name, found) if inspect.isclass(found) else found
     _check_signature(name, plan)
     info = getattr(found, "INFO", None) or getattr(module, "INFO", None)
+    claims = isinstance(info, PolicyInfo)
     if not isinstance(info, PolicyInfo):
         info = PolicyInfo(
             title=attribute,
@@ -176,7 +181,7 @@ def _load(name: str, path: Path, changed_ns: int, attribute: str) -> UserPolicy:
             slots="unbounded",
             note="a user's policy without INFO: nothing about it is known",
         )
-    return UserPolicy(name, plan, info)
+    return UserPolicy(name, plan, info, claims=claims)
 
 
 def _run(name: str, path: Path, changed_ns: int) -> ModuleType:
