@@ -290,7 +290,10 @@ class TestCalibration:
             ({"schema": 1, "constant": {}}, "did you mean 'constants'"),
             ({"schema": 1, "constants": {"gemm_eficiency": 1}}, "did you mean 'gemm_efficiency'"),
             ({"schema": 1, "constants": {"gemm_efficiency": 0}}, "gemm_efficiency=0"),
-            ({"schema": 1, "constants": {"hbm_efficiency": 1.2}}, r"hbm_efficiency=1\.2: must lie in \(0, 1\]"),
+            (
+                {"schema": 1, "constants": {"hbm_efficiency": 1.2}},
+                r"hbm_efficiency=1\.2: must lie in \(0, 1\]",
+            ),
             ({"schema": 1, "constants": {"plan_us": "fast"}}, "plan_us='fast'"),
             ({"schema": 1, "constants": {"plan_us": -1}}, "plan_us=-1"),
             ({"schema": 1, "constants": [1]}, "constants"),
