@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -208,7 +208,7 @@ class Rounds:
         self._bar.update(self._task, advance=1, refresh=True)
 
 
-def measure(runs: dict[str, Callable[[], None]], rounds: int, dtype: str) -> dict[str, list[float]]:
+def measure(runs: Mapping[str, Callable[[], object]], rounds: int, dtype: str) -> dict[str, list[float]]:
     """Milliseconds of every variant in every round, variants taking turns; progress on stderr."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     with Rounds(dtype, rounds, len(runs)) as progress:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -45,3 +47,16 @@ def test_help_says_how_long_it_takes(layer: ModuleType, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         layer.main(["--help"])
     assert re.search(r"Expected duration on 2 cores: \d+ to \d+ minutes", capsys.readouterr().out)
+
+
+def test_the_op_benchmark_names_every_op_in_both_dtypes() -> None:
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "ops.py"), "--json", "--rounds", "1", "--threads", "1"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+    )
+    names = [json.loads(line)["name"] for line in run.stdout.splitlines()]
+    ops = "grouped_mm grouped_mm_input grouped_mm_weight gated_activation gated_activation_backward gather_rows combine"
+    assert names == [f"ops.{op}.{dtype}.over_plain" for dtype in ("fp32", "bf16") for op in ops.split()]
