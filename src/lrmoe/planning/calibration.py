@@ -27,7 +27,7 @@ from lrmoe.errors import PlanError
 SCHEMA = 1
 MODELLED, CALIBRATED = "modelled", "calibrated"
 
-# Phases of a layer call, in the order of the walk (telemetry measures the same ones).
+# Phases of a layer call, in the order of the walk: what the cost model predicts and telemetry measures.
 PHASES = (
     "plan",
     "pack",

@@ -13,23 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lrmoe.planning.calibration import PHASES
+
 if TYPE_CHECKING:
     from lrmoe.telemetry.record import CallRecord
 
-PHASES = (
-    "plan",
-    "pack",
-    "dispatch",
-    "experts",
-    "combine",
-    "score",
-    "select",
-    "reroute",
-    "exchange",
-    "experts_backward",
-    "return",
-    "replicas",
-)
+__all__ = ["PHASES", "PhaseClock", "critical_path_ms"]
 
 
 class PhaseClock:
