@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def open_latest(
     for step in reversed(steps):
         try:
             checkpoint = open_checkpoint(folder_of(root, step), group=group)
-            gathered(group, lambda found=checkpoint: check(found))  # type: ignore[misc]
+            gathered(group, partial(check, checkpoint))
             return checkpoint
         except CheckpointError as error:
             errors.append(str(error))

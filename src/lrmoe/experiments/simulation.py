@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,10 @@ def simulate(
             model=model,
             hardware=hardware,
         )
-        todo: Callable[[Any], dict[str, Any]] = lambda told: run(settings, told)  # noqa: E731
+        todo: Callable[[Any], dict[str, Any]] = partial(run, settings)
     else:
         settings = _published(preset, systems, slots, given)
-        todo = lambda told: run_published(settings, told)  # noqa: E731
+        todo = partial(run_published, settings)
     html.check_installed()  # before minutes of planning, not after
     folder = _folder(name or preset or "simulate")
     _keep_trace(trace, folder)
