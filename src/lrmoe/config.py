@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lrmoe.errors import ConfigError
+from lrmoe.sizes import check_size
 
 POLICIES = (
     "megatron",
@@ -229,6 +230,9 @@ class LRMoEConfig:
             _check_integer(name, getattr(self, name), least)
         if self.total_steps is not None:
             _check_integer("total_steps", self.total_steps, 1)
+        for name in ("memory_budget", "layer_budget"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
         if not isinstance(self.observe, bool):
             raise ConfigError(f"observe={self.observe!r}: must be True or False")
 

@@ -18,7 +18,7 @@ from lrmoe import cli
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.capacity import largest_micro_batch, solve
 from lrmoe.experiments.capacity_advice import advise, tried
-from lrmoe.experiments.capacity_model import find_model, parse_size, reserved_estimate
+from lrmoe.experiments.capacity_model import find_model, reserved_estimate
 from lrmoe.experiments.capacity_question import Question, question_calls, scale_counts
 from lrmoe.experiments.capacity_report import advice_lines, assumptions, memory_table
 from lrmoe.planning import Problem
@@ -26,6 +26,7 @@ from lrmoe.planning.hardware import get_hardware
 from lrmoe.planning.model_memory import Training
 from lrmoe.planning.policies import FasterMoE
 from lrmoe.planning.shapes import get_shape, shape_from_config
+from lrmoe.sizes import parse_size
 
 GIB = 2**30
 QWEN = get_shape("qwen3-30b-a3b")

@@ -15,12 +15,13 @@ from lrmoe.experiments import capacity_figures as figures
 from lrmoe.experiments import capacity_report as report
 from lrmoe.experiments.capacity import Answer, largest_micro_batch, solve
 from lrmoe.experiments.capacity_advice import advise
-from lrmoe.experiments.capacity_model import find_model, parse_size
+from lrmoe.experiments.capacity_model import find_model
 from lrmoe.experiments.capacity_question import Question
 from lrmoe.experiments.folder import check_free
 from lrmoe.planning.calibration import Calibration
 from lrmoe.planning.hardware import Hardware, get_hardware
 from lrmoe.planning.policies import policy_info
+from lrmoe.sizes import parse_size
 from lrmoe.telemetry.figures import figure
 
 _GRADS = {"fp32": 4, "bf16": 2}

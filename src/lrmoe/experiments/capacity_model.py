@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,43 +20,7 @@ from lrmoe.planning.shapes import (
 )
 from lrmoe.training.presets import PRESETS
 
-_UNITS = {
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[kmgt]?i?b|)\s*", re.IGNORECASE)
-_MOST_BYTES = 2**60
 LOSS_TOKENS = 4096  # tokens whose logits are alive together
-
-
-def parse_size(field: str, text: str, whole: int | None = None) -> int:
-    """Bytes of "60GiB", "512MiB", "60%" (of `whole`) or a plain number.
-
-    Raises:
-        ConfigError: another form, a negative number or zero, or a share above 100 %; names the field.
-    """
-    match = _SIZE.fullmatch(text)
-    unit = match.group(2).lower() if match else "?"
-    if match is None or (unit and unit != "%" and unit not in _UNITS) or (unit == "%" and whole is None):
-        raise ConfigError(
-            f"{field}={text!r}: must be a positive size like 60GiB, 512MiB, 60% or a number of bytes"
-        )
-    value = float(match.group(1))
-    if unit == "%":
-        if value > 100:
-            raise ConfigError(f"{field}={text!r}: must be at most 100%")
-        value *= (whole or 0) / 100
-    else:
-        value *= _UNITS.get(unit, 1)
-    if not 1 <= value <= _MOST_BYTES:
-        raise ConfigError(f"{field}={text!r}: must be at least one byte and at most 2^60")
-    return int(value)
 
 
 def find_model(name: str) -> ModelShape:

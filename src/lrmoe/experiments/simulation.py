@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 
 from lrmoe.errors import ConfigError
-from lrmoe.experiments.capacity_model import parse_size
 from lrmoe.experiments.folder import check_free, clear
 from lrmoe.report import html, simulation
 from lrmoe.report.load import load_run
@@ -22,6 +21,7 @@ from lrmoe.simulate.run import Settings, run
 from lrmoe.simulate.scenario import SYSTEMS, Allowance
 from lrmoe.simulate.sources import enlarge
 from lrmoe.simulate.summary import BASELINE
+from lrmoe.sizes import parse_size
 from lrmoe.telemetry.figures import environment, figure
 from lrmoe.telemetry.traces import load
 
