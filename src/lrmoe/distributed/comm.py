@@ -15,6 +15,21 @@ from torch import Tensor
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Arriving:
+    """Rows on their way: what an all-to-all in progress will have received."""
+
+    def __init__(self, received: Tensor, work: dist.Work | None, sent: Tensor) -> None:
+        self._received, self._work = received, work
+        self._sent: Tensor | None = sent  # alive as long as it is being sent
+
+    def wait(self) -> Tensor:
+        """The received rows; later calls return them at once."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._sent = None
+        return self._received
+
+
 class Comm:
     """One expert-parallel group as the layer uses it; a group of one needs no process group.
 
@@ -44,13 +59,17 @@ class Comm:
         Returns:
             (M, ...), M = sum(receive_R).
         """
+        return self.start_all_to_all(rows, send_R, receive_R).wait()
+
+    def start_all_to_all(self, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]) -> Arriving:
+        """`all_to_all` that goes on beside what the caller does next; `rows` must not change until it has ended."""
         if self.size == 1:
-            return rows
+            return Arriving(rows, None, rows)
         out = rows.new_empty((sum(receive_R), *rows.shape[1:]))
-        dist.all_to_all_single(
-            _as_bytes(out), _as_bytes(rows), list(receive_R), list(send_R), group=self.group
+        work = dist.all_to_all_single(
+            _as_bytes(out), _as_bytes(rows), list(receive_R), list(send_R), group=self.group, async_op=True
         )
-        return out
+        return Arriving(out, work, rows)
 
     def sent_bytes(self, rows: Tensor, send_R: Sequence[int]) -> int:
         """Bytes of an all-to-all that leave this rank."""
