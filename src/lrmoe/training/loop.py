@@ -10,6 +10,7 @@ trainers in one process do not disturb each other.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ _DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 class Trainer:
     """Trains one model; call `step` as often as wanted.
+
+    Attributes:
+        after_backward: called with the number of each micro-batch after its backward and before any update, when
+            weights are still those that its forward used; None by default.
 
     Args:
         config: the run; `config.train.steps` only shapes the learning rate here.
@@ -72,6 +77,7 @@ class Trainer:
         self.steps_skipped = 0
         self.resumed_from: int | None = None  # step of the checkpoint, which pruning spares
         self.totals = Totals()
+        self.after_backward: Callable[[int], None] | None = None
         self.parameters.zero_grad()
 
     def _build(self) -> nn.Module:
@@ -177,6 +183,8 @@ class Trainer:
         )
         loss = self._loss(tokens.to(self.device), aux=train.router_aux_loss) / train.accumulate
         loss.backward()
+        if self.after_backward is not None:
+            self.after_backward(number)
         self.parameters.collect()
         return loss.detach()
 

@@ -13,7 +13,7 @@ module changes nothing. It needs the extra `transformers`.
 
 from __future__ import annotations
 
-from lrmoe.integrations.transformers._binding import LRMoEEP
+from lrmoe.integrations.transformers._binding import LRMoEEP, watch_layers
 from lrmoe.integrations.transformers._callback import LRMoECallback
 from lrmoe.integrations.transformers._enable import enable, register
 from lrmoe.integrations.transformers._handle import Handle
@@ -28,4 +28,5 @@ __all__ = [
     "expert_parameters",
     "register",
     "shard_experts",
+    "watch_layers",
 ]

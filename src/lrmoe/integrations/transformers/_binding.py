@@ -14,6 +14,7 @@ Shapes: T tokens, H hidden, K experts per token.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 NAME = "lrmoe"
 EXACT = LRMoEConfig(max_drop=0, warmup_steps=0)
+# Makes the call of a layer: watch(layer, hidden_TH, ids_TK, weights_TK, gate_up_proj, down_proj, training=...) -> (T, H)
+Watch = Callable[..., torch.Tensor]
 
 
 class Binding:
@@ -46,6 +49,7 @@ class Binding:
         self.group = group
         self.layer: MoELayer | None = None
         self.owner: Any = None  # the handle in force: the model keeps it alive
+        self.watch: Watch | None = None
         self._exact: MoELayer | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
@@ -88,7 +92,10 @@ class Binding:
             layer = self._exact = self._exact or self._build_exact()
         # Read at every call: under FSDP, expert parallelism and adapters they are other tensors each time.
         up_EGH, down_EHI = (getattr(module, projection) for projection in PROJECTIONS)
-        return layer(hidden_TH, ids_TK, weights_TK, up_EGH, down_EHI, training=module.training)
+        tensors = (hidden_TH, ids_TK, weights_TK, up_EGH, down_EHI)
+        if self.watch is not None and self.layer is not None:
+            return self.watch(layer, *tensors, training=module.training)
+        return layer(*tensors, training=module.training)
 
 
 def make_binding(module: nn.Module, name: str) -> Binding:
@@ -114,6 +121,19 @@ def experts_forward(
         binding = make_binding(module, "experts")
         module._lrmoe = binding  # type: ignore[assignment]
     return binding.run(module, hidden_states, top_k_index, top_k_weights)
+
+
+def watch_layers(model: nn.Module, watch: Watch | None) -> None:
+    """Let `watch` make every layer call of an enabled model, for whoever records calls; None takes it off again.
+
+    Args:
+        watch: called as watch(layer, hidden, ids, weights, gate_up_proj, down_proj, training=...); has to return what
+            layer(the same arguments) returns.
+    """
+    for module in model.modules():
+        binding: Binding | None = getattr(module, "_lrmoe", None)
+        if binding is not None:
+            binding.watch = watch
 
 
 def dispatch_here(module: nn.Module) -> None:

@@ -121,7 +121,7 @@ def _switch(module: nn.Module, binding: Binding, layer: MoELayer, handle: Handle
     dispatch_here(module)
 
     def undo() -> None:
-        binding.layer = binding.owner = None
+        binding.layer = binding.owner = binding.watch = None
         module.config = before
         if bound is None:
             del module._lrmoe
