@@ -6,10 +6,10 @@ come; `choose_seats` takes those that spare rows where a token crosses once per 
     token 3: experts 5 (rank 0), 40 (rank 2), 77 (rank 0 or 4)   ->  77 at rank 0, where token 3 goes anyway
 
 It works in passes. A pass looks at every pair that has a choice, one beside the other: how surely does its token visit
-each of the ranks on offer because of its other pairs (in the first pass those that have a choice themselves count in
-part, by their odds; in later ones by what they chose). Then every expert's pairs are divided among its seats, in
-halves of the seats, those to the left that gain most by it: for two seats the best division there is, the other pairs
-given. The best pass stands, so rows never exceed those of `in_order`. All steps are integer and linear in the pairs.
+each of the ranks on offer because of its other pairs? Those that have a choice themselves count in part, by their odds
+in the first pass, by odds and choice in later ones. Then every expert's pairs are divided among its seats, in halves
+of the seats, those to the left that gain most by it: for two seats the best division there is, the other pairs given.
+The best pass stands, so rows never exceed those of `in_order`. All steps are integer and linear in the pairs.
 
 Shape letters: T tokens, N pairs of this source by (expert, token), Q seats, R ranks, U rows; of the pairs with a
 choice: C pairs, X experts, M seats of one expert (a power of two, padded), D nodes of a level of halving.
@@ -29,6 +29,8 @@ from lrmoe.planning.problem import IntArray
 from lrmoe.planning.seats import Seats
 
 UNIT = 16  # a sure visit, in the units that odds are counted in
+CLASSES = 2 * UNIT + 1  # of differences of two odds
+DENSE = 4  # a second pass where more than one pair in four has a choice: elsewhere the first leaves nothing to gain
 SPARSE = 32  # unique_rows sorts instead of marking where marks would outnumber pairs by this
 
 
@@ -37,11 +39,10 @@ def in_order(seats: Seats, rank: int, device: torch.device) -> Tensor:
 
     Pairs come by (expert, token); an expert's first `assign_RQ[rank, q]` pairs go to its first seat, and so on.
     """
-    lengths = seats.assign_RQ[rank, seats.by_expert_Q]
-    return _repeat(seats.by_expert_Q, lengths, device)
+    return _repeat(seats.by_expert_Q, seats.assign_RQ[rank, seats.by_expert_Q], device)
 
 
-def choose_seats(token_N: Tensor, tokens: int, seats: Seats, rank: int, *, passes: int = 1) -> Tensor:
+def choose_seats(token_N: Tensor, tokens: int, seats: Seats, rank: int) -> Tensor:
     """The seat of each pair of source `rank`, chosen so that few (token, rank) rows leave it, int64 (N,).
 
     Args:
@@ -50,14 +51,14 @@ def choose_seats(token_N: Tensor, tokens: int, seats: Seats, rank: int, *, passe
         tokens: T.
         seats: the plan's; every seat gets exactly the pairs that `assign_RQ[rank]` says.
         rank: the source.
-        passes: looks at every pair with a choice.
 
     Rows to ranks other than the source are never more than with `in_order`. No random numbers, no device reads.
     """
     plain_N = in_order(seats, rank, token_N.device)
     offer = _Offer.of(seats, rank)
-    if offer is None or passes < 1:
+    if offer is None:
         return plain_N
+    passes = 2 if DENSE * int(offer.length_X.sum()) > token_N.shape[0] else 1
     return _Chooser(token_N, tokens, seats, rank, offer).run(plain_N, passes)
 
 
@@ -81,23 +82,22 @@ class _Offer:
     @classmethod
     def of(cls, seats: Seats, rank: int) -> _Offer | None:
         """From the plan; None where no pair has a choice."""
-        order, experts = seats.by_expert_Q, seats.topology.experts
-        sent_Q = seats.assign_RQ[rank, order]
-        used = order[sent_Q > 0]
-        seats_E = np.bincount(seats.expert_Q[used], minlength=experts)
+        sent_Q = seats.assign_RQ[rank]
+        used = seats.by_expert_Q[sent_Q[seats.by_expert_Q] > 0]
+        seats_E = np.bincount(seats.expert_Q[used], minlength=seats.topology.experts)
         chosen = np.flatnonzero(seats_E > 1)
         if not chosen.size:
             return None
-        pairs_E = np.zeros(experts, dtype=np.int64)
-        np.add.at(pairs_E, seats.expert_Q[order], sent_Q)
+        pairs_E = np.zeros_like(seats_E)
+        np.add.at(pairs_E, seats.expert_Q, sent_Q)
         used = used[seats_E[seats.expert_Q[used]] > 1]
         row = np.searchsorted(chosen, seats.expert_Q[used])
         column = np.arange(used.size) - np.searchsorted(row, row)
         width = 1 << int(seats_E.max() - 1).bit_length()
         seat_XM = np.repeat(used[column == 0][:, None], width, axis=1)
-        room_XM = np.zeros((chosen.size, width), dtype=np.int64)
-        seat_XM[row, column], room_XM[row, column] = used, seats.assign_RQ[rank, used]
-        mine_Q = np.zeros(seats.expert_Q.size, dtype=np.bool_)
+        room_XM = np.zeros_like(seat_XM)
+        seat_XM[row, column], room_XM[row, column] = used, sent_Q[used]
+        mine_Q = np.zeros(sent_Q.shape, dtype=np.bool_)
         mine_Q[used] = True
         return cls(
             start_X=(np.cumsum(pairs_E) - pairs_E)[chosen],
@@ -107,13 +107,65 @@ class _Offer:
             mine_Q=mine_Q,
         )
 
-    def halvings(self) -> Iterator[tuple[IntArray, IntArray]]:
-        """Level after level: pairs of each node and of its left half, int64 (D,) each; D doubles from X to X * M/2."""
-        parts = 2
-        while parts <= self.room_XM.shape[1]:
-            half = self.room_XM.reshape(-1, 2, self.room_XM.shape[1] // parts).sum(axis=2)
-            yield half.sum(axis=1), half[:, 0]
-            parts *= 2
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Level:
+    """One level of halving the seats: node d lies at a stretch of the pairs, and its left half takes some of them.
+
+    Attributes:
+        left_D: int64 (D,), pairs of the left half of each node.
+        left_before_D: int64 (D,), pairs of the left halves before it.
+        node_C: int64 (C,), node of each place.
+        shift_C: int64 (C,), places of a node less the pairs that earlier left halves took.
+        ends_C: int64 (C,), pairs that the left halves took, this node's included.
+    """
+
+    left_D: Tensor
+    left_before_D: Tensor
+    node_C: Tensor
+    shift_C: Tensor
+    ends_C: Tensor
+
+    @classmethod
+    def all_of(cls, room_XM: IntArray, device: torch.device) -> Iterator[_Level]:
+        """From X nodes of M seats to X * M / 2 nodes of two."""
+        width = room_XM.shape[1]
+        while width > 1:
+            left_D, right_D = room_XM.reshape(-1, 2, width // 2).sum(axis=2).T
+            length_D, ends_D = left_D + right_D, np.cumsum(left_D)
+            shift_D = _before(length_D) - ends_D + left_D
+            yield cls(
+                left_D=_upload(left_D, device),
+                left_before_D=_upload(ends_D - left_D, device),
+                node_C=_repeat(np.arange(length_D.size), length_D, device),
+                shift_C=_repeat(shift_D, length_D, device),
+                ends_C=_repeat(ends_D, length_D, device),
+            )
+            width //= 2
+
+    def divide(self, score_C: Tensor) -> Tensor:
+        """The order in which each node's highest scores come first, as many as fit; else they stay as they came.
+
+        Scores lie in [-UNIT, UNIT]. Where equals are cut, the earlier ones go left.
+        """
+        pairs, nodes = score_C.shape[0], self.left_D.shape[0]
+        class_C = UNIT - score_C.long()  # 0 is the best
+        count_DS = torch.bincount(self.node_C * CLASSES + class_C, minlength=nodes * CLASSES).view(nodes, -1)
+        ends_DS = count_DS.cumsum(dim=1)
+        last_D = (ends_DS < self.left_D[:, None]).sum(dim=1)  # the class that is cut
+        whole_D = ends_DS.gather(1, last_D[:, None]) - count_DS.gather(1, last_D[:, None])
+        last_C = last_D[self.node_C]
+        cut_C = class_C == last_C
+        seen_C = cut_C.cumsum(dim=0)
+        seen_D = torch.zeros_like(last_D)
+        cut_D = count_DS.gather(1, last_D[:, None])[:, 0]
+        seen_D[1:] = cut_D.cumsum(dim=0)[:-1]
+        most_D = seen_D + self.left_D - whole_D[:, 0]
+        left_C = (class_C < last_C) | (cut_C & (seen_C <= most_D[self.node_C]))
+        taken_C = left_C.cumsum(dim=0)
+        here_C = torch.arange(pairs, device=score_C.device)
+        place_C = torch.where(left_C, taken_C - 1 + self.shift_C, here_C - taken_C + self.ends_C)
+        return torch.empty_like(place_C).index_copy_(0, place_C, here_C)
 
 
 class _Chooser:
@@ -122,24 +174,27 @@ class _Chooser:
     def __init__(self, token_N: Tensor, tokens: int, seats: Seats, rank: int, offer: _Offer) -> None:
         device, ranks = token_N.device, seats.topology.ranks
         self.offer, self.ranks = offer, ranks
-        expert_C = _repeat(np.arange(offer.length_X.size), offer.length_X, device)
-        self.pair_C = _repeat(offer.start_X - _before(offer.length_X), offer.length_X, device)
+        length_X, room_XM = offer.length_X, offer.room_XM
+        self.pair_C = _repeat(offer.start_X - _before(length_X), length_X, device)
         self.pair_C += torch.arange(self.pair_C.shape[0], device=device)
-        self.seat_C = _repeat(offer.seat_XM.reshape(-1), offer.room_XM.reshape(-1), device)
-        row_C = token_N[self.pair_C] * ranks
-        self.key_CM = row_C[:, None] + _upload(seats.rank_Q[offer.seat_XM], device)[expert_C]
-        odds_XM = offer.room_XM * UNIT // offer.length_X[:, None]
-        self.odds_CM = _upload(odds_XM, device)[expert_C].int()
-        self.real_CM = _upload(offer.room_XM > 0, device)[expert_C] if (offer.room_XM == 0).any() else None
+        self.key_CM = _repeat(seats.rank_Q[offer.seat_XM], length_X, device)
+        self.key_CM += (token_N[self.pair_C] * ranks)[:, None]
+        odds_XM = (room_XM * UNIT // length_X[:, None]).astype(np.int32)
+        self.odds_CM = _repeat(odds_XM, length_X, device)
+        self.real_CM = _repeat(room_XM > 0, length_X, device) if (room_XM == 0).any() else None
+        self.column_C = _repeat(
+            np.tile(np.arange(room_XM.shape[1]), length_X.size), room_XM.reshape(-1), device
+        )
+        self.seat_C = _repeat(offer.seat_XM.reshape(-1), room_XM.reshape(-1), device)
+        self.levels = tuple(_Level.all_of(room_XM, device))
         self.fixed = self._visits(token_N, tokens, seats, rank)
-        self.levels = [(_upload(length, device), _upload(left, device)) for length, left in offer.halvings()]
-        self.lengths = [length for length, _ in offer.halvings()]
 
     def _visits(self, token_N: Tensor, tokens: int, seats: Seats, rank: int) -> Tensor:
-        """UNIT where a token visits a rank whatever is chosen, 0 elsewhere, int32 (T * R,): its own always, for free."""
+        """UNIT where a token goes whatever is chosen, int32 (T * R,); always to the source itself, which is free."""
         order = seats.by_expert_Q
         rank_Q = np.where(self.offer.mine_Q, rank, seats.rank_Q)[order]
-        key_N = token_N * self.ranks + _repeat(rank_Q, seats.assign_RQ[rank, order], token_N.device)
+        key_N = _repeat(rank_Q, seats.assign_RQ[rank, order], token_N.device)
+        key_N.add_(token_N, alpha=self.ranks)
         visits = torch.zeros(tokens * self.ranks, dtype=torch.int32, device=token_N.device)
         visits.view(tokens, self.ranks)[:, rank] = UNIT
         return visits.index_fill_(0, key_N, UNIT)
@@ -147,13 +202,13 @@ class _Chooser:
     def run(self, plain_N: Tensor, passes: int) -> Tensor:
         """The best of `passes` passes and the plain choice."""
         best_C = plain_N[self.pair_C]
-        place_C = torch.arange(best_C.shape[0], device=best_C.device)
-        fewest = self._rows(self._taken(place_C))
-        share_CM = self.odds_CM
+        fewest = self._rows(self._taken(torch.arange(best_C.shape[0], device=best_C.device)))
+        odds_CM = self.odds_CM
         for _ in range(passes):
-            place_C = self._divide(self._gain(share_CM))
-            share_CM = self._taken(place_C)
-            rows = self._rows(share_CM)
+            place_C = self._divide(self._gain(odds_CM))
+            taken_CM = self._taken(place_C)
+            odds_CM = (odds_CM + taken_CM) // 2  # half of the old: pairs of one token do not all turn at once
+            rows = self._rows(taken_CM)
             seat_C = torch.empty_like(best_C).index_copy_(0, place_C, self.seat_C)
             best_C = torch.where(rows < fewest, seat_C, best_C)
             fewest = torch.minimum(rows, fewest)
@@ -161,67 +216,38 @@ class _Chooser:
 
     def _taken(self, place_C: Tensor) -> Tensor:
         """UNIT at the seat of each pair, int32 (C, M); `place_C` lists the pairs seat after seat."""
-        width = self.key_CM.shape[1]
-        columns = np.tile(np.arange(width), self.offer.length_X.size)
-        column_C = _repeat(columns, self.offer.room_XM.reshape(-1), place_C.device)
-        taken = torch.zeros_like(self.odds_CM)
-        taken[place_C, column_C] = UNIT
-        return taken
+        taken_CM = torch.zeros_like(self.odds_CM)
+        taken_CM.view(-1).index_fill_(0, place_C * taken_CM.shape[1] + self.column_C, UNIT)
+        return taken_CM
 
     def _rows(self, taken_CM: Tensor) -> Tensor:
         """Rows that leave the source plus a constant, int64 ()."""
         return self._sum(taken_CM).count_nonzero()
 
-    def _sum(self, share_CM: Tensor) -> Tensor:
-        return self.fixed.index_add(0, self.key_CM.reshape(-1), share_CM.reshape(-1))
+    def _sum(self, odds_CM: Tensor) -> Tensor:
+        """Odds of every token at every rank, int32 (T * R,): whole numbers, so that their order does not matter."""
+        return self.fixed.index_add(0, self.key_CM.view(-1), odds_CM.view(-1))
 
-    def _gain(self, share_CM: Tensor) -> Tensor:
+    def _gain(self, odds_CM: Tensor) -> Tensor:
         """How surely each pair's token visits each rank on offer for other reasons, int32 (C, M) in [0, UNIT]."""
-        others = self._sum(share_CM)[self.key_CM] - share_CM
-        gain = others.clamp_(max=UNIT)
-        return gain if self.real_CM is None else gain * self.real_CM
+        others = self._sum(odds_CM).index_select(0, self.key_CM.view(-1)).view_as(odds_CM)
+        gain_CM = others.sub_(odds_CM).clamp_(max=UNIT)
+        return gain_CM if self.real_CM is None else gain_CM.mul_(self.real_CM)
 
     def _divide(self, gain_CM: Tensor) -> Tensor:
         """The pairs seat after seat, int64 (C,): in every node those to the left half that gain most by it."""
         pairs, width = gain_CM.shape
-        place_C = torch.arange(pairs, device=gain_CM.device)
-        nodes = 1
-        for (length_D, left_D), lengths in zip(self.levels, self.lengths, strict=True):
-            node_C = _repeat(np.arange(lengths.size), lengths, gain_CM.device)
+        place_C: Tensor | None = None
+        for depth, level in enumerate(self.levels):
+            nodes = 1 << depth
             best = gain_CM.view(pairs, nodes, 2, width // (2 * nodes)).amax(dim=3)
-            score_C = (best[..., 0] - best[..., 1])[place_C, node_C % nodes]
-            place_C = place_C[_partition(score_C, node_C, length_D, left_D)]
-            nodes *= 2
+            score_CD = best[..., 0] - best[..., 1]
+            if place_C is None:
+                place_C = level.divide(score_CD[:, 0])
+            else:
+                place_C = place_C[level.divide(score_CD[place_C, level.node_C % nodes])]
+        assert place_C is not None, "an expert on offer has two seats or more"
         return place_C
-
-
-def _partition(score_C: Tensor, node_C: Tensor, length_D: Tensor, left_D: Tensor) -> Tensor:
-    """The order in which each node's `left_D` highest scores come first; else, and among equals, as they came.
-
-    Scores lie in [-UNIT, UNIT]; nodes are contiguous.
-    """
-    classes = 2 * UNIT + 1
-    class_C = UNIT - score_C.long()  # 0 is the best
-    count_DS = torch.bincount(node_C * classes + class_C, minlength=length_D.shape[0] * classes)
-    ends_DS = count_DS.view(-1, classes).cumsum(dim=1)
-    last_D = (ends_DS < left_D[:, None]).sum(dim=1).clamp_(max=classes - 1)  # the class that is cut
-    before_D = torch.where(last_D > 0, ends_DS.gather(1, (last_D - 1).clamp(min=0)[:, None])[:, 0], 0)
-    start_D = length_D.cumsum(dim=0) - length_D
-    cut_C = class_C == last_D[node_C]
-    turn_C = _place_in_node(cut_C, node_C, start_D)
-    left_C = (class_C < last_D[node_C]) | (cut_C & (turn_C < (left_D - before_D)[node_C]))
-    place_left = _place_in_node(left_C, node_C, start_D)
-    inside = torch.arange(node_C.shape[0], device=node_C.device) - start_D[node_C]
-    target = torch.where(left_C, place_left, left_D[node_C] + inside - place_left) + start_D[node_C]
-    order = torch.empty_like(target)
-    order[target] = torch.arange(target.shape[0], device=target.device)
-    return order
-
-
-def _place_in_node(mask_C: Tensor, node_C: Tensor, start_D: Tensor) -> Tensor:
-    """How many of its node's earlier pairs the mask marks, int64 (C,)."""
-    before = mask_C.cumsum(dim=0) - mask_C.long()
-    return before - before[start_D.clamp(max=before.shape[0] - 1)][node_C]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -261,10 +287,12 @@ def unique_rows(rank_N: Tensor, token_N: Tensor, ranks: int, tokens: int) -> Row
     return Rows(token_U=key_U % max(tokens, 1), rows_R=rows_R, row_N=row_N)
 
 
-def _repeat(value: IntArray, times: IntArray, device: torch.device) -> Tensor:
-    """Each value as often as it says, int64 on the device."""
+def _repeat(value: NDArray[np.generic], times: IntArray, device: torch.device) -> Tensor:
+    """Each value (or row of values) as often as it says, on the device."""
+    if device.type == "cpu":  # several times faster than torch
+        return torch.from_numpy(np.repeat(value, times, axis=0))
     return torch.repeat_interleave(
-        _upload(value, device), _upload(times, device), output_size=int(times.sum())
+        _upload(value, device), _upload(times, device), dim=0, output_size=int(times.sum())
     )
 
 
