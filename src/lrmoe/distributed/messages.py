@@ -1,0 +1,47 @@
+"""Whole tensors from rank to rank, sent from where they lie and received where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lrmoe.distributed.comm import Comm
+
+
+class Exchange:
+    """Sends and receives on their way; the tensors must stay as they are until `wait`.
+
+    The messages between two ranks must come in the same order on both. On CUDA everything is one batch, ordered after
+    the current stream's work; a rank without messages takes no part.
+
+    Args:
+        sends: (rank, contiguous tensor) to send there.
+        receives: (rank, contiguous tensor) to fill from there.
+    """
+
+    def __init__(
+        self, comm: Comm, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]
+    ) -> None:
+        self._ops = [
+            dist.P2POp(way, _as_bytes(tensor), group=comm.group, group_peer=rank)
+            for way, rank, tensor in chain(
+                ((dist.irecv, rank, tensor) for rank, tensor in receives),
+                ((dist.isend, rank, tensor) for rank, tensor in sends),
+            )
+        ]
+        self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
+
+    def wait(self) -> None:
+        """Return when everything has arrived; on CUDA the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        self._ops, self._works = [], []
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor: backends need not know the dtype."""
+    return tensor.detach().view(-1).view(torch.uint8)
