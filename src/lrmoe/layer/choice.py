@@ -150,7 +150,11 @@ class _Level:
         """
         pairs, nodes = score_C.shape[0], self.left_D.shape[0]
         class_C = UNIT - score_C.long()  # 0 is the best
-        count_DS = torch.bincount(self.node_C * CLASSES + class_C, minlength=nodes * CLASSES).view(nodes, -1)
+        count_DS = torch.zeros(nodes * CLASSES, dtype=torch.int64, device=score_C.device)
+        count_DS.index_add_(
+            0, self.node_C * CLASSES + class_C, torch.ones_like(class_C)
+        )  # bincount would wait
+        count_DS = count_DS.view(nodes, CLASSES)
         ends_DS = count_DS.cumsum(dim=1)
         last_D = (ends_DS < self.left_D[:, None]).sum(dim=1)  # the class that is cut
         whole_D = ends_DS.gather(1, last_D[:, None]) - count_DS.gather(1, last_D[:, None])
@@ -271,6 +275,8 @@ def unique_rows(rank_N: Tensor, token_N: Tensor, ranks: int, tokens: int) -> Row
     Args:
         rank_N, token_N: int64 (N,), in any order; ranks in [0, ranks), tokens in [0, tokens).
         ranks, tokens: R and T.
+
+    Reads the number of rows from the device.
     """
     key_N = rank_N * tokens + token_N
     if ranks * tokens > SPARSE * key_N.shape[0]:
@@ -278,7 +284,7 @@ def unique_rows(rank_N: Tensor, token_N: Tensor, ranks: int, tokens: int) -> Row
         rows_R = torch.bincount(key_U // max(tokens, 1), minlength=ranks)
     else:
         marks = torch.zeros(ranks * tokens, dtype=torch.bool, device=key_N.device)
-        marks[key_N] = True
+        marks.index_fill_(0, key_N, True)
         place_N = (marks.cumsum(dim=0, dtype=torch.int32) - 1)[key_N]
         key_U = marks.nonzero()[:, 0]
         rows_R = marks.view(ranks, tokens).sum(dim=1)
