@@ -278,19 +278,20 @@ def unique_rows(rank_N: Tensor, token_N: Tensor, ranks: int, tokens: int) -> Row
 
     Reads the number of rows from the device.
     """
-    key_N = rank_N * tokens + token_N
+    key_N = torch.add(token_N, rank_N, alpha=tokens)
     if ranks * tokens > SPARSE * key_N.shape[0]:
         key_U, place_N = torch.unique(key_N, return_inverse=True)
         rows_R = torch.bincount(key_U // max(tokens, 1), minlength=ranks)
-    else:
-        marks = torch.zeros(ranks * tokens, dtype=torch.bool, device=key_N.device)
-        marks.index_fill_(0, key_N, True)
-        place_N = (marks.cumsum(dim=0, dtype=torch.int32) - 1)[key_N]
-        key_U = marks.nonzero()[:, 0]
-        rows_R = marks.view(ranks, tokens).sum(dim=1)
-    start_R = rows_R.cumsum(dim=0) - rows_R
-    row_N = (place_N - start_R[rank_N]).to(torch.int32)
-    return Rows(token_U=key_U % max(tokens, 1), rows_R=rows_R, row_N=row_N)
+        place_N -= (rows_R.cumsum(dim=0) - rows_R)[rank_N]
+        return Rows(token_U=key_U % max(tokens, 1), rows_R=rows_R, row_N=place_N.to(torch.int32))
+    marks_RT = torch.zeros(ranks, tokens, dtype=torch.bool, device=key_N.device)
+    marks_RT.view(-1).index_fill_(0, key_N, True)
+    rows_RT = marks_RT.cumsum(dim=1, dtype=torch.int32)
+    return Rows(
+        token_U=marks_RT.nonzero(as_tuple=True)[1],
+        rows_R=marks_RT.sum(dim=1),
+        row_N=rows_RT.view(-1).index_select(0, key_N).sub_(1),
+    )
 
 
 def _repeat(value: NDArray[np.generic], times: IntArray, device: torch.device) -> Tensor:
