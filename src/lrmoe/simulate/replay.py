@@ -1,0 +1,254 @@
+"""Replays one layer call under several systems: every rank's real work on this device, one rank after another.
+
+Planning, sorting, packing, the experts and unpacking of both passes, scores and the kept set run and are timed at the
+size of the call; the exchange is bytes over a stated link. Systems take turns rank by rank, so that what the machine
+does meanwhile meets all of them.
+
+Shape letters: R ranks, E experts, N pairs of a source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.errors import ConfigError, InfeasibleError
+from lrmoe.planning.plan import LayerPlan
+from lrmoe.planning.policies import get_policy
+from lrmoe.planning.problem import Problem, Topology
+from lrmoe.planning.seats import seats_of
+from lrmoe.simulate.cluster import Calls, plans
+from lrmoe.simulate.measure import extra_slots
+from lrmoe.simulate.replay_data import Data, make_data
+from lrmoe.simulate.replay_memory import allocations
+from lrmoe.simulate.replay_rank import Rank
+from lrmoe.simulate.replay_routes import Backward, Wire, order_source, reroute, seat_index
+from lrmoe.simulate.replay_select import home_parts, select
+from lrmoe.simulate.replay_times import Times
+from lrmoe.simulate.scenario import Allowance, Layer, make_system
+from lrmoe.simulate.summary import BASELINE
+
+OURS = "lrmoe"
+HALF = "drop0.5"  # lrmoe at that drop, beside the others
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What `lrmoe replay` is asked.
+
+    Attributes:
+        systems: names; megatron must be among them. calls: counts; the last call is replayed, the others are history.
+        topology: ranks, experts, homes. layer: sizes of an expert in the compute dtype, experts per token.
+        allowance: slots and drop of every system. config: estimator, score and seed of what prunes.
+        dtype: a name of DTYPES. device: where everything runs. repeats: runs of megatron and lrmoe; others run once.
+        link_bytes_per_s: of every rank; None: by the rule of replay_link.
+
+    Raises:
+        ConfigError: megatron is missing, or repeats below 1.
+    """
+
+    systems: Sequence[str]
+    calls: Calls
+    topology: Topology
+    layer: Layer
+    allowance: Allowance
+    config: LRMoEConfig = field(default_factory=LRMoEConfig)
+    dtype: str = "bf16"
+    device: torch.device
+    repeats: int = 3
+    link_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if BASELINE not in self.systems:
+            raise ConfigError(f"systems={list(self.systems)}: needs {BASELINE}, which all are compared with")
+        if self.repeats < 1:
+            raise ConfigError(f"repeats={self.repeats}: must be at least 1")
+
+
+@dataclass(kw_only=True, eq=False)
+class Lane:
+    """One system in a replay.
+
+    Attributes:
+        name: as it is listed. plan: of the call. repeats: runs of every rank. times: measured so far.
+        forward: its pairs; kept: its backward. most: part -> bytes of the fullest rank, and of all allocations.
+        energy_dropped: share of squared scores that its backward leaves out.
+    """
+
+    name: str
+    plan: LayerPlan
+    repeats: int
+    times: Times
+    forward: Wire
+    kept: Backward
+    most: dict[str, int] = field(default_factory=dict)
+    energy_dropped: float = 0.0
+
+    def fullest(self, name: str, size: int) -> None:
+        """The larger of what is known and `size`."""
+        self.most[name] = max(self.most.get(name, 0), size)
+
+
+def replay(question: Question, progress: Progress | None = None) -> list[Lane]:
+    """Run every system.
+
+    Args:
+        question: what is asked. progress: told a text, units done and units in all.
+
+    Returns:
+        a lane per system, in the order given, lrmoe at drop 0.5 last (where lrmoe is among them).
+
+    Raises:
+        ConfigError: a plan that leaves pairs out of forward. InfeasibleError, PlanError: from a policy.
+    """
+    device = question.device
+    data = make_data(
+        question.calls.counts[-1], question.layer.shape, question.layer.top_k, dtype=DTYPES[question.dtype],
+        device=device, seed=question.config.seed,
+    )  # fmt: skip
+    told = _Told(progress, question)
+    with torch.no_grad():
+        norm_R = _norms(data, question.topology, told)
+        lanes = [_lane(data, question, name, plan, ms, norm_R, told) for name, plan, ms in _plans(question)]
+        for rank in range(question.topology.ranks):
+            for repeat in range(max(lane.repeats for lane in lanes)):
+                for lane in lanes:
+                    if repeat < lane.repeats:
+                        told.one(f"rank {rank}, {lane.name}")
+                        _run_rank(data, lane, rank)
+    return lanes
+
+
+def _plans(question: Question) -> list[tuple[str, LayerPlan, float]]:
+    """Name, plan and milliseconds of planning of every lane."""
+    asked = [(name, name, question.allowance) for name in question.systems]
+    if OURS in question.systems:
+        half = Allowance(slots=question.allowance.slots, max_drop=0.5, drop=question.allowance.drop)
+        asked.append((HALF, OURS, half))
+    found = []
+    for listed, name, allowance in asked:
+        system = make_system(name, question.allowance.slots)
+        ((problem, plan, ms),) = plans(system, question.calls, question.topology, question.layer, allowance)
+        if isinstance(plan, InfeasibleError):
+            raise plan
+        plan.check(problem)
+        if plan.overflow_RE is not None and plan.overflow_RE.any():
+            raise ConfigError(f"systems={name!r}: leaves pairs out of forward, which a replay does not run")
+        found.append((listed, plan, ms))
+    return found
+
+
+def _norms(data: Data, topology: Topology, told: _Told) -> list[Tensor]:
+    """Norm of every pair's projection input, for each source in (expert, token) order; also warms the machine up."""
+    plan = get_policy(BASELINE)(Problem(counts_RE=data.counts_RE, topology=topology))
+    seats, times = seats_of(plan), Times(data.device)
+    pair_R = [order_source(source.ids_TK, seats, rank)[0] for rank, source in enumerate(data.sources)]
+    wire = Wire(seats=seats, counts_RQ=seats.assign_RQ, pair_R=pair_R)
+    norm_R = [torch.empty(len(pair), device=data.device) for pair in pair_R]
+    for home in range(topology.ranks):
+        told.one(f"warm-up, rank {home}")
+        one = Rank(data, wire, home, topology.experts_per_rank, times)
+        one.forward(norms=True)
+        if one.norm_M is None:
+            continue
+        received = torch.empty_like(one.norm_M).index_copy_(0, wire.place(home, data.device), one.norm_M)
+        parts = home_parts(data.counts_RE, home, norm_R)
+        for part, norm in zip(parts, received.split([len(p) for p in parts]), strict=True):
+            part.copy_(norm)
+    return norm_R
+
+
+def _lane(
+    data: Data,
+    question: Question,
+    name: str,
+    plan: LayerPlan,
+    plan_ms: float,
+    norm_R: Sequence[Tensor],
+    told: _Told,
+) -> Lane:
+    """Sort, score, select and re-route for all ranks, timed."""
+    seats, times = seats_of(plan, homes=False), Times(data.device)
+    repeats = question.repeats if name in (BASELINE, OURS) else 1
+    for _ in range(repeats):
+        told.one(f"selection, {name}")
+        order_R, pair_R = [], []
+        for rank, source in enumerate(data.sources):
+            with times.phase("forward", rank, "sort"):
+                order, pair = order_source(source.ids_TK, seats, rank)
+            order_R.append(order)
+            pair_R.append(pair)
+            times.add("forward", rank, "plan", plan_ms)
+        forward = Wire(seats=seats, counts_RQ=seats.assign_RQ, pair_R=pair_R)
+        kept, energy = _backward(data, question, plan, forward, order_R, norm_R, times)
+    return Lane(
+        name=name, plan=plan, repeats=repeats, times=times, forward=forward, kept=kept, energy_dropped=energy
+    )
+
+
+def _backward(
+    data: Data,
+    question: Question,
+    plan: LayerPlan,
+    forward: Wire,
+    order_R: Sequence[Tensor],
+    norm_R: Sequence[Tensor],
+    times: Times,
+) -> tuple[Backward, float]:
+    """Where kept pairs run in backward; the share of energy left out."""
+    if plan.exact:
+        return reroute(forward, None, times), 0.0
+    seats, selection = forward.seats, select(data, plan, question.config, order_R, norm_R, times)
+    weight_R = []
+    for rank, weight_N in enumerate(selection.weight_R):
+        with times.phase("backward", rank, "select_source"):
+            index = torch.from_numpy(seat_index(seats.assign_RQ[rank], seats.by_expert_Q))
+            weight_R.append(weight_N[index.to(data.device)])
+    return reroute(forward, weight_R, times), selection.energy_dropped
+
+
+def _run_rank(data: Data, lane: Lane, rank: int) -> None:
+    """Both passes of one rank, and what it had allocated."""
+    per_rank = lane.plan.topology.experts_per_rank
+    slots = per_rank + int(extra_slots(lane.plan)[rank])
+    with allocations(data.device) as counted:
+        one = Rank(data, lane.forward, rank, slots, lane.times)
+        one.forward(norms=not lane.plan.exact)
+        lane.fullest("forward_subtotal", one.held.most)
+        lane.fullest("forward_memory", counted.most)
+        counted.restart()
+        one.backward(lane.kept)
+        lane.fullest("backward_subtotal", one.held.most)
+        lane.fullest("backward_memory", counted.most)
+        one.add_home(_returning(lane.plan, rank))
+
+
+def _returning(plan: LayerPlan, rank: int) -> int:
+    """Expert gradients that foreign seats send home to a rank."""
+    if not plan.moved.return_R.any():
+        return 0
+    home_J = plan.topology.home_E[plan.instance_expert_J]
+    return int((plan.foreign_J & (home_J == rank)).sum())
+
+
+class _Told:
+    """Counts units of work for a progress callback."""
+
+    def __init__(self, progress: Progress | None, question: Question) -> None:
+        lanes = len(question.systems) + (OURS in question.systems)
+        pair = sum(name in (BASELINE, OURS) for name in question.systems)
+        runs = lanes + pair * (question.repeats - 1)
+        self._progress, self._done = progress, 0
+        self._total = question.topology.ranks * (1 + runs) + runs
+
+    def one(self, text: str) -> None:
+        """One more unit begins."""
+        self._done += 1
+        if self._progress is not None:
+            self._progress(text, self._done, self._total)
