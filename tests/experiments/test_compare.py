@@ -13,10 +13,11 @@ import pytest
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError, LRMoEError
 from lrmoe.experiments.commands import compare
-from lrmoe.experiments.compare import _check_same_start, _turns
+from lrmoe.experiments.compare import _check_same_start
 from lrmoe.experiments.cost import step_cost
 from lrmoe.experiments.figures import figures
 from lrmoe.experiments.lane import Lane
+from lrmoe.experiments.racers import turns
 from lrmoe.experiments.systems import get_system
 from lrmoe.telemetry.traces import read_trace
 from tests.experiments.records import record
@@ -184,7 +185,7 @@ def test_bad_usage_is_refused_before_anything_starts(options: dict[str, Any], me
 
 
 def lane(name: str, loss: float) -> Lane:
-    made = Lane(get_system(name), LRMoEConfig(), target_loss=1.0, smoothing_steps=1)
+    made = Lane(get_system(name), LRMoEConfig(), target_loss=1.0, smoothing_steps=1, max_steps=9)
     made.add(loss, 1, step_cost([[record(ms={"experts": 1.0}, sent={})]]))
     return made
 
@@ -196,7 +197,7 @@ def test_different_first_losses_stop_the_comparison() -> None:
 
 
 def test_every_racer_leads_in_turn() -> None:
-    assert [_turns(["a", "b", "c"], i) for i in range(3)] == [  # type: ignore[type-var]
+    assert [turns(["a", "b", "c"], i) for i in range(3)] == [
         ["a", "b", "c"],
         ["b", "c", "a"],
         ["c", "a", "b"],

@@ -115,8 +115,8 @@ def test_window_must_hold_a_step() -> None:
         LossWindow(0)
 
 
-def lane_after(losses: list[float], *, target: float = 2.0) -> Lane:
-    lane = Lane(get_system("lrmoe"), LRMoEConfig(), target_loss=target, smoothing_steps=2)
+def lane_after(losses: list[float], *, target: float | None = 2.0) -> Lane:
+    lane = Lane(get_system("lrmoe"), LRMoEConfig(), target_loss=target, smoothing_steps=2, max_steps=9)
     for loss in losses:
         if lane.running:
             lane.add(loss, 100, step_cost(two_ranks()))
@@ -136,6 +136,19 @@ def test_time_to_loss_is_summed_until_the_smoothed_loss_first_arrives() -> None:
         "pack": pytest.approx(3.0),
         "wire": pytest.approx(1800 / LINK / 2 * 1e3),
     }
+
+
+def test_without_a_target_the_last_step_ends_a_lane() -> None:
+    lane = lane_after([3.0, 1.0, 2.0, *[1.5] * 20], target=None)
+    assert (lane.reached, lane.running, len(lane.lines)) == (True, False, 9)
+    assert lane.lowest == 1.5
+    assert [len(lane.until(loss)) for loss in (2.0, 1.5, 1.4)] == [2, 3, 0]
+    summary = lane.summary(LINK, 1.5)
+    assert summary["steps_to_common_loss"] == 3
+    assert summary["critical_s_to_common_loss"] == pytest.approx(3 * step_cost(two_ranks()).critical_s(LINK))
+    lost = lane_after([3.0] * 8 + [math.nan], target=None)
+    assert not lost.reached
+    assert not lost.running
 
 
 def test_an_unreached_target_is_said() -> None:

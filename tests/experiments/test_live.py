@@ -18,7 +18,7 @@ from tests.experiments.records import record
 
 def lanes() -> list[Lane]:
     return [
-        Lane(get_system(name), LRMoEConfig(), target_loss=2.0, smoothing_steps=1)
+        Lane(get_system(name), LRMoEConfig(), target_loss=2.0, smoothing_steps=1, max_steps=9)
         for name in ("megatron", "lrmoe")
     ]
 
@@ -58,3 +58,17 @@ def test_nothing_to_say_before_the_first_step() -> None:
     ) as progress:
         progress.update(1, None)
     assert "megatron loss -, kept -, MoE -; lrmoe" in out.getvalue()
+
+
+def test_without_a_target_and_with_many_systems_every_one_has_its_line() -> None:
+    out = io.StringIO()
+    racing = [
+        Lane(get_system(name), LRMoEConfig(max_drop=0), target_loss=None, smoothing_steps=1, max_steps=1)
+        for name in ("megatron", "ultraep", "symi", "lrmoe")
+    ]
+    console = Console(file=out, width=100)
+    with Progress(racing, target_loss=None, max_steps=1, every=1, console=console) as progress:
+        for lane in racing:
+            lane.add(4.0, 1, step_cost([[record(ms={"experts": 500.0}, sent={})]]))
+        progress.update(1, None)
+    assert out.getvalue().count("done in 1 steps\n") == 4

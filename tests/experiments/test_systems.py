@@ -6,13 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from lrmoe.config import LRMoEConfig
+from lrmoe.config import POLICIES, LRMoEConfig
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.config import CompareConfig, Experiment
 from lrmoe.experiments.presets import PRESETS, get_preset
 from lrmoe.experiments.systems import SYSTEMS, get_system, get_systems
-from lrmoe.planning.policies import get_policy
+from lrmoe.planning.policies import INFO
 from lrmoe.training.config import read_toml
+
+MINE = """
+from lrmoe.planning.policies import PolicyInfo, get_policy
+
+def plan(problem):
+    return get_policy("megatron")(problem)
+
+plan.INFO = PolicyInfo(title="Mine", source="here", inputs="nothing", acts="never", moves="nothing", slots="none")
+
+class Drops:
+    INFO = PolicyInfo(
+        title="Drops", source="here", inputs="nothing", acts="never", moves="nothing", slots="none", drops=True
+    )
+
+    def __call__(self, problem):
+        return get_policy("lrmoe")(problem)
+"""
 
 
 def test_megatron_drops_nothing_whatever_the_base() -> None:
@@ -39,19 +56,44 @@ def test_named_settings_win_over_the_base(name: str, estimator: str, max_drop: f
 
 def test_unknown_name_lists_the_valid_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"'lrmo': no such system \(did you mean 'lrmoe'\?\); valid: megatron, lrmoe"
+        ConfigError, match=r"'lrmo': no such system \(did you mean 'lrmoe'\?\); valid: megatron, fastermoe"
     ):
         get_system("lrmo")
 
 
-@pytest.mark.parametrize("name", ["symi", "ultraep", "eplb", "my_file.py:MyPolicy"])
-def test_systems_of_later_versions_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        get_system(name)
-    assert f"systems={name!r}: " in str(caught.value)
-    assert "not available in this version; valid: megatron" in str(caught.value)
-    assert f"lrmoe simulate --systems {name}" in str(caught.value)
-    assert ":" in name or callable(get_policy(name)), "which it really does"
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_is_a_system(name: str) -> None:
+    system = get_system(name)
+    assert system.changes["policy"] == name
+    assert system.info == INFO[name]
+    assert system.exact(LRMoEConfig()) == (name != "lrmoe")
+
+
+def test_all_is_every_system_and_stands_alone() -> None:
+    assert [system.name for system in get_systems(["all"])] == list(SYSTEMS)
+    assert CompareConfig(systems=["all"]).systems == tuple(SYSTEMS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'all' alone"):
+        get_systems(["all", "lrmoe"])
+
+
+def test_a_policy_from_a_file_is_a_system(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    exact, drops = get_system(f"{path}:plan"), get_system(f"{path}:Drops")
+    assert exact.changes["policy"] == f"{path}:plan"
+    assert (exact.may_drop, drops.may_drop) == (False, True)
+    assert "max_drop" in exact.changes
+    assert "max_drop" not in drops.changes
+    with pytest.raises(ConfigError, match=f"systems='{path}:nope'.*has no 'nope'"):
+        get_system(f"{path}:nope")
+
+
+def test_exact_systems_without_fixed_ownership_still_share_one_run() -> None:
+    names = [
+        s.name
+        for s in Experiment(preset="demo", compare=CompareConfig(systems=("ultraep", "lrmoe"))).executed
+    ]
+    assert names == ["ultraep"]
 
 
 @pytest.mark.parametrize("names", [[], ["lrmoe", "lrmoe"]])
@@ -64,8 +106,10 @@ def test_none_or_the_same_twice_is_refused(names: list[str]) -> None:
 def test_presets_are_valid_and_fair(name: str, tmp_path: Path) -> None:
     experiment = Experiment.from_dict(name, get_preset(name))
     configs = [experiment.train_config(system).lrmoe for system in experiment.systems]
-    for field in ("activations", "lean_wire", "replica_slots", "memory_budget", "seed", "storage"):
+    for field in ("activations", "lean_wire", "memory_budget", "layer_budget", "seed"):
         assert len({getattr(config, field) for config in configs}) == 1, field
+    slots = {config.replica_slots for config in configs if config.policy != "megatron"}
+    assert len(slots) == 1, "fixed ownership has no use for any"
     experiment.write(tmp_path / "config.toml")
     assert Experiment.from_dict(name, read_toml(tmp_path / "config.toml")) == experiment
 
@@ -110,4 +154,4 @@ def test_unknown_key_names_the_nearest() -> None:
 
 
 def test_every_named_system_has_a_line_about_it() -> None:
-    assert all(system.about and system.plans_from for system in SYSTEMS.values())
+    assert all(system.about and system.info.inputs for system in SYSTEMS.values())

@@ -26,13 +26,13 @@ def compare(
     overwrite: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Train under several systems to the same loss, print the tables, write the run's folder and its page.
+    """Run the same training under several systems, print the tables, write the run's folder and its page.
 
     Later settings win: the preset, the file, `--set`, then the other options.
 
     Args:
         preset: a comparison that ships with the package.
-        systems: names of systems; None takes the preset's.
+        systems: names of systems, or ["all"]; None takes the preset's.
         name: of the run's folder; None takes the preset's name.
         target_loss, ep, seed: None keeps what the preset or the file says.
         config: a TOML file with table [compare] and those of a training run.
@@ -41,7 +41,7 @@ def compare(
         as_json: figures to stdout, one JSON object a line, instead of the tables.
 
     Returns:
-        0, or 1 where a system did not reach the target.
+        0, or 1 where a system did not reach the target, or without a target lost its finite loss.
 
     Raises:
         ConfigError: a bad value, an unknown preset or system, or a name that is taken.
@@ -72,10 +72,11 @@ def _tables(preset: str, config: Path | None, overrides: Sequence[str]) -> dict[
 
 def _announcement(experiment: Experiment) -> str:
     c = experiment.compare
-    return (
-        f"{experiment.preset}: {' and '.join(c.systems)}, experts over {c.ep} processes, to training loss "
-        f"{c.target_loss:g} (mean of {c.smoothing_steps} steps), at most {c.max_steps} steps"
-    )
+    names = " and ".join(c.systems) if len(c.systems) <= 2 else ", ".join(c.systems)
+    aim = f"{c.max_steps} steps"
+    if c.target_loss is not None:
+        aim = f"to training loss {c.target_loss:g} (mean of {c.smoothing_steps} steps), at most {aim}"
+    return f"{experiment.preset}: {names}, experts over {c.ep} processes, {aim}"
 
 
 def _run(preset: str, values: Mapping[str, Any], overwrite: bool, as_json: bool) -> int:
@@ -96,7 +97,7 @@ def _run(preset: str, values: Mapping[str, Any], overwrite: bool, as_json: bool)
     page = html.write([loaded], experiment.folder / "report.html")
     if as_json:
         print(*lines(summary), sep="\n")
-    for table in (tables.headline(loaded), tables.fairness(loaded)):
+    for table in (tables.headline(loaded), tables.fairness(loaded, brief=True)):
         console.print(table.rich())
     console.print(html.verdict(loaded), markup=False, highlight=False, soft_wrap=True)
     console.print(f"{page}  ({summary['total_s']:.0f} s)", markup=False, highlight=False, soft_wrap=True)

@@ -1,7 +1,7 @@
-"""Train the same model under several systems, their steps interleaved in the same processes, to the same loss.
+"""Run the same training under several systems, their steps interleaved in the same processes.
 
 parent: compare(experiment) -- run_workers --> rank 0 .. R-1: contest(experiment)
-    one Trainer per system; round i: every system that has not arrived does step i, each leading in turn
+    one racer per training run; round i: every one that has not arrived does step i, each leading in turn
     a step's loss and records are the same on all ranks, so all agree on who has arrived; rank 0 writes
 parent: summary.json
 """
@@ -9,6 +9,7 @@ parent: summary.json
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -19,16 +20,15 @@ import torch.distributed as dist
 from lrmoe.checkpoint import agreed
 from lrmoe.errors import LRMoEError
 from lrmoe.experiments.config import Experiment
-from lrmoe.experiments.cost import LINK_RULE, link_speed, step_cost
+from lrmoe.experiments.cost import LINK_RULE, link_speed
 from lrmoe.experiments.lane import Lane
 from lrmoe.experiments.live import Progress
-from lrmoe.experiments.systems import System
+from lrmoe.experiments.racers import Racer, lanes_of, make_racers, turns
 from lrmoe.report.data import BASELINE
 from lrmoe.telemetry.figures import environment
 from lrmoe.training.data import Corpus
 from lrmoe.training.folder import METRICS, SUMMARY, check_free, claim
 from lrmoe.training.launch import run_workers
-from lrmoe.training.loop import Trainer
 from lrmoe.training.traces import TraceLog, about_model, wanted
 
 _STATED = "Link speed: as stated in the configuration."
@@ -43,7 +43,8 @@ def compare(experiment: Experiment, *, overwrite: bool = False) -> dict[str, Any
         overwrite: replace an earlier run of the same name.
 
     Returns:
-        The summary. A system that does not reach the target within `max_steps` has `reached` false.
+        The summary. `reached` is false for a system that does not reach the target within `max_steps`, or without a
+        target for one whose loss left the finite numbers.
 
     Raises:
         ConfigError: the folder cannot be written, or holds an earlier run and `overwrite` is not set.
@@ -76,41 +77,40 @@ def _header(experiment: Experiment) -> dict[str, Any]:
 
 def contest(experiment: Experiment) -> dict[str, Any]:
     """What every rank runs; returns the measured part of the summary."""
-    c = experiment.compare
-    racers = _racers(experiment)
-    lanes = [racer.lane for racer in racers]
-    link = _Link(experiment, lanes)
+    c, group = experiment.compare, dist.group.WORLD
+    corpus = agreed(group, lambda: Corpus.load(experiment.train.data))
+    racers = make_racers(experiment, group, corpus)
+    lanes = lanes_of(racers, experiment)
+    link = _Link(experiment, racers)
     with ExitStack() as stack:
         main = dist.get_rank() == 0
-        agreed(
-            dist.group.WORLD,
-            lambda: claim(experiment.train, experiment.write, fresh=True) if main else None,
-        )
+        agreed(group, lambda: claim(experiment.train, experiment.write, fresh=True) if main else None)
         out, progress = _outputs(experiment, lanes, stack) if main else (None, None)
         trace = stack.enter_context(_trace(experiment, racers[0])) if main else None
         for i in range(c.max_steps):
-            for racer in _turns(racers, i):
+            for racer in turns(racers, i):
                 racer.step(out, trace)
             if i == 0:
                 _check_same_start(lanes)
             link.settle()
             if progress is not None:
                 progress.update(i + 1, link.bytes_per_s)
-            racers = [racer for racer in racers if racer.lane.running]
+            racers = [racer for racer in racers if racer.running]
             if not racers:
                 break
         link.settle(final=True)
     return {
         "link_bytes_per_s": link.bytes_per_s,
         "link_rule": link.rule,
-        "systems": {lane.system.name: lane.summary(link.bytes_per_s) for lane in lanes},
+        "common_loss": common_loss(lanes),
+        "systems": {lane.system.name: lane.summary(link.bytes_per_s, common_loss(lanes)) for lane in lanes},
     }
 
 
-def _racers(experiment: Experiment) -> list[_Racer]:
-    group = dist.group.WORLD
-    corpus = agreed(group, lambda: Corpus.load(experiment.train.data))
-    return [_Racer(experiment, system, group, corpus) for system in experiment.systems]
+def common_loss(lanes: Sequence[Lane]) -> float | None:
+    """The lowest smoothed loss that every system reached at some step, or None where one has none."""
+    loss = max(lane.lowest for lane in lanes)
+    return loss if math.isfinite(loss) else None
 
 
 def _outputs(experiment: Experiment, lanes: Sequence[Lane], stack: ExitStack) -> tuple[IO[str], Progress]:
@@ -122,45 +122,20 @@ def _outputs(experiment: Experiment, lanes: Sequence[Lane], stack: ExitStack) ->
     return out, stack.enter_context(progress)
 
 
-def _trace(experiment: Experiment, racer: _Racer) -> AbstractContextManager[TraceLog | None]:
+def _trace(experiment: Experiment, racer: Racer) -> AbstractContextManager[TraceLog | None]:
     if not wanted(experiment.train.train.trace):
         return nullcontext()
-    return TraceLog(experiment.folder, about=about_model(racer.model_config))
-
-
-class _Racer:
-    """A system's trainer on this rank, and its lane, which is the same on all ranks."""
-
-    def __init__(
-        self, experiment: Experiment, system: System, group: dist.ProcessGroup | None, corpus: Corpus
-    ) -> None:
-        config, c = experiment.train_config(system), experiment.compare
-        self.lane = Lane(system, config.lrmoe, target_loss=c.target_loss, smoothing_steps=c.smoothing_steps)
-        self._trainer = Trainer(config, group, corpus=corpus)
-
-    @property
-    def model_config(self) -> Any:
-        """Configuration of the model that all systems train."""
-        return self._trainer.model.config
-
-    def step(self, out: IO[str] | None, trace: TraceLog | None) -> None:
-        """One optimizer step; every rank calls it. Rank 0 writes a line to `out` and the counts to `trace`."""
-        metrics = self._trainer.step()
-        line = self.lane.add(metrics.loss, metrics.tokens, step_cost(metrics.records_by_rank))
-        if out is not None:
-            out.write(json.dumps(line.as_dict(), allow_nan=False) + "\n")
-            out.flush()
-        if trace is not None:
-            trace.add(metrics.records, system=self.lane.system.name)
+    return TraceLog(experiment.folder, about=about_model(racer.trainer.model.config))
 
 
 class _Link:
     """The speed of the link: stated, or taken once from the first steps of fixed ownership."""
 
-    def __init__(self, experiment: Experiment, lanes: Sequence[Lane]) -> None:
+    def __init__(self, experiment: Experiment, racers: Sequence[Racer]) -> None:
         self.bytes_per_s = experiment.compare.link_bytes_per_s
         self.rule = _STATED if self.bytes_per_s is not None else LINK_RULE
         self._skip, self._steps = experiment.compare.link_skip_steps, experiment.compare.link_steps
+        lanes = [lane for racer in racers for lane in (*racer.lanes, *racer.unlisted)]
         self._lane = next((lane for lane in lanes if lane.system.name == BASELINE), None)
         if self._lane is None and self.bytes_per_s is None:
             self.rule = _NO_LINK
@@ -174,12 +149,6 @@ class _Link:
             self.bytes_per_s = link_speed(costs[self._skip : self._skip + self._steps])
         elif final and costs:
             self.bytes_per_s = link_speed(costs[self._skip :] or costs)
-
-
-def _turns(racers: Sequence[_Racer], round_: int) -> list[_Racer]:
-    """The order of a round: each system leads in turn, so that none always finds caches warm or cold."""
-    first = round_ % len(racers)
-    return [*racers[first:], *racers[:first]]
 
 
 def _check_same_start(lanes: Sequence[Lane]) -> None:

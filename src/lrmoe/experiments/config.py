@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.errors import ConfigError
-from lrmoe.experiments.systems import System, get_systems
+from lrmoe.experiments.systems import System, expand, get_systems
+from lrmoe.report.data import BASELINE
 from lrmoe.training.config import TrainConfig
 
 
@@ -28,15 +29,19 @@ class CompareConfig:
     """
 
     systems: tuple[str, ...] = _option(
-        ("megatron", "lrmoe"), "names", "Systems; all are trained, their steps interleaved."
+        ("megatron", "lrmoe"),
+        "names",
+        'Systems, or "all": those that prune backward are trained, those with exact gradients share one training run.',
     )
-    target_loss: float = _option(
-        2.0, "number > 0", "Training loss at which the smoothed loss of a system has arrived."
+    target_loss: float | None = _option(
+        None,
+        "number > 0",
+        "Training loss at which the smoothed loss of a system has arrived; unset: all do `max_steps` steps.",
     )
     max_steps: int = _option(
         400,
         "integer >= 1",
-        "Where a system that has not arrived is stopped; also the default of train.steps.",
+        "Steps; with a target, where a system that has not arrived is stopped. Also the default of train.steps.",
     )
     ep: int = _option(2, "integer >= 2", "Processes; the experts are spread over all of them.")
     smoothing_steps: int = _option(
@@ -53,11 +58,13 @@ class CompareConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "systems", _names(self.systems))
         get_systems(self.systems)
+        object.__setattr__(self, "systems", expand(self.systems))
         for name, least in _INTEGERS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"compare.{name}={value!r}: must be an integer >= {least}")
-        _check_positive("target_loss", self.target_loss)
+        if self.target_loss is not None:
+            _check_positive("target_loss", self.target_loss)
         if self.link_bytes_per_s is not None:
             _check_positive("link_bytes_per_s", self.link_bytes_per_s)
 
@@ -89,8 +96,13 @@ class Experiment:
         """The run's folder."""
         return self.train.folder
 
+    @property
+    def executed(self) -> list[System]:
+        """Systems with exact gradients that run the calls of one shared trajectory, which fixed ownership trains."""
+        return [s for s in self.systems if s.name != BASELINE and s.exact(self.train.lrmoe)]
+
     def train_config(self, system: System) -> TrainConfig:
-        """What one system trains with."""
+        """What one system trains with, or runs the shared trajectory's calls with."""
         return dataclasses.replace(self.train, lrmoe=system.config(self.train.lrmoe))
 
     @classmethod

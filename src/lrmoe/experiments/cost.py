@@ -46,6 +46,7 @@ class StepCost:
         wall_ms: wall time of all phases and calls of the slowest rank, in ms.
         critical_bytes: sum over calls and phases of the most bytes that any rank sent to others.
         wire_bytes: bytes sent to other ranks, summed over calls, phases and ranks.
+        replica_bytes: those of them that are experts' weights, gradients and optimizer states.
         pairs, kept: (token, expert) pairs of the step, and those that backward kept.
         forward_peak_rows, backward_peak_rows: sum over calls of the rows of the most loaded rank.
         buffer_bytes: largest over ranks of the token buffers that are alive together: the stashes of a micro-batch's
@@ -60,6 +61,7 @@ class StepCost:
     wall_ms: float
     critical_bytes: int
     wire_bytes: int
+    replica_bytes: int
     pairs: int
     kept: int
     forward_peak_rows: int
@@ -100,6 +102,7 @@ def step_cost(records_by_rank: Sequence[Sequence[CallRecord]]) -> StepCost:
         wall_ms=max(sum(record.wall_total_ms for record in records) for records in records_by_rank),
         critical_bytes=sum(_critical_bytes(call) for call in calls),
         wire_bytes=sum(record.wire_bytes for records in records_by_rank for record in records),
+        replica_bytes=sum(r.bytes.get("replicas", 0) for records in records_by_rank for r in records),
         pairs=sum(call[0].pairs for call in calls),
         kept=sum(call[0].kept for call in calls),
         forward_peak_rows=sum(max(call[0].forward_load_R) for call in calls),

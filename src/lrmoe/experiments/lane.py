@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.experiments.cost import StepCost
+from lrmoe.experiments.fairness import TRAINS, fairness
 from lrmoe.experiments.smoothing import LossWindow
 from lrmoe.experiments.systems import System
 
@@ -41,22 +43,36 @@ class StepLine:
 
 
 class Lane:
-    """Collects the steps of one system until its smoothed loss reaches the target."""
+    """Collects the steps of one system until it arrives: at the target loss, or without one at the last step.
+
+    Args:
+        system, config: what runs. target_loss: that the smoothed loss must reach, or None.
+        smoothing_steps: width of the smoothed loss's window. max_steps: the last step.
+        role: who makes its gradients, for the fairness table.
+    """
 
     def __init__(
-        self, system: System, config: LRMoEConfig, *, target_loss: float, smoothing_steps: int
+        self,
+        system: System,
+        config: LRMoEConfig,
+        *,
+        target_loss: float | None,
+        smoothing_steps: int,
+        max_steps: int,
+        role: str = TRAINS,
     ) -> None:
         self.system = system
         self.config = config
+        self.role = role
         self.lines: list[StepLine] = []
         self.reached = False
-        self._target = target_loss
+        self.extra: dict[str, Any] = {}  # further entries of the summary
+        self._target, self._last = target_loss, max_steps
         self._window = LossWindow(smoothing_steps)
 
     def add(self, loss: float, tokens: int, cost: StepCost) -> StepLine:
         """Take one step in; sets `reached`."""
         smoothed = self._window.add(loss)
-        self.reached = LossWindow.reaches(smoothed, self._target)
         line = StepLine(
             system=self.system.name,
             step=len(self.lines) + 1,
@@ -66,6 +82,10 @@ class Lane:
             cost=cost,
         )
         self.lines.append(line)
+        if self._target is None:
+            self.reached = line.step >= self._last and math.isfinite(loss)
+        else:
+            self.reached = LossWindow.reaches(smoothed, self._target)
         return line
 
     @property
@@ -73,25 +93,44 @@ class Lane:
         """Whether the system goes on: it has not arrived, and its last loss is finite."""
         return not self.reached and (not self.lines or math.isfinite(self.lines[-1].loss))
 
+    @property
+    def lowest(self) -> float:
+        """The lowest smoothed loss so far; infinite where there is none."""
+        return min(
+            (s for line in self.lines if (s := line.smoothed_loss) is not None and s == s), default=math.inf
+        )
+
+    def until(self, loss: float) -> list[StepLine]:
+        """The steps up to the first whose smoothed loss is at most `loss`; none where it never is."""
+        for line in self.lines:
+            if LossWindow.reaches(line.smoothed_loss, loss):
+                return self.lines[: line.step]
+        return []
+
     def critical_s(self, link_bytes_per_s: float) -> float:
         """MoE-layer time so far, critical path, in seconds."""
-        return sum(line.cost.critical_s(link_bytes_per_s) for line in self.lines)
+        return _critical_s(self.lines, link_bytes_per_s) or 0.0
 
-    def summary(self, link_bytes_per_s: float | None) -> dict[str, Any]:
+    def summary(self, link_bytes_per_s: float | None, common_loss: float | None = None) -> dict[str, Any]:
         """The system's entry of summary.json; critical times are null where no link speed could be taken."""
         costs = [line.cost for line in self.lines]
         calls = sum(c.calls for c in costs) or 1
         pairs, kept = sum(c.pairs for c in costs), sum(c.kept for c in costs)
         last = self.lines[-1] if self.lines else None
+        common = [] if common_loss is None else self.until(common_loss)
         return {
             "about": self.system.about,
+            "role": self.role,
             "reached": self.reached,
             "steps": len(self.lines),
             "final_loss": finite(last.loss) if last else None,
             "smoothed_loss": finite(last.smoothed_loss) if last and last.smoothed_loss is not None else None,
             "moe_time_wall_s": sum(c.wall_ms for c in costs) / 1e3,
-            "moe_time_critical_s": self.critical_s(link_bytes_per_s) if link_bytes_per_s else None,
+            "moe_time_critical_s": _critical_s(self.lines, link_bytes_per_s),
+            "steps_to_common_loss": len(common) or None,
+            "critical_s_to_common_loss": _critical_s(common, link_bytes_per_s),
             "wire_bytes": sum(c.wire_bytes for c in costs),
+            "replica_bytes": sum(c.replica_bytes for c in costs),
             "buffer_peak_bytes": max((c.buffer_bytes for c in costs), default=0),
             "kept_share": kept / pairs if pairs else 1.0,
             "forward_peak_rows": sum(c.forward_peak_rows for c in costs) / calls,
@@ -99,8 +138,9 @@ class Lane:
             "nonfinite_scores": sum(c.nonfinite_scores for c in costs),
             "tokens": sum(line.tokens for line in self.lines),
             "call_ms": self._call_ms(calls, link_bytes_per_s),
-            "fairness": self._fairness(),
+            "fairness": fairness(self.system, self.config, self.role),
             "config": self.config.to_dict(),
+            **self.extra,
         }
 
     def _call_ms(self, calls: int, link_bytes_per_s: float | None) -> dict[str, float]:
@@ -113,19 +153,12 @@ class Lane:
             total["wire"] = sum(line.cost.critical_bytes for line in self.lines) / link_bytes_per_s * 1e3
         return {phase: ms / calls for phase, ms in total.items()}
 
-    def _fairness(self) -> dict[str, Any]:
-        c = self.config
-        drops = c.max_drop > 0
-        return {
-            "replica_slots": c.replica_slots,
-            "budget_bytes": c.memory_budget or c.layer_budget or "none",
-            "plans_from": self.system.plans_from,
-            "estimator": f"{c.estimator}, score {c.score}" if drops else "exact, nothing dropped",
-            "max_drop": c.max_drop,
-            "exact_warmup_steps": c.warmup_steps if drops else "all",
-            "activations": c.activations,
-            "rows_on_the_wire": "one per (token, rank)" if c.lean_wire is True else "one per pair",
-        }
+
+def _critical_s(lines: Sequence[StepLine], link_bytes_per_s: float | None) -> float | None:
+    """Critical path of some steps in seconds; None without a link, or without steps."""
+    if not link_bytes_per_s or not lines:
+        return None
+    return sum(line.cost.critical_s(link_bytes_per_s) for line in lines)
 
 
 def finite(value: float) -> float | None:

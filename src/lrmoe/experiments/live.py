@@ -14,6 +14,7 @@ from rich.table import Table
 from lrmoe.experiments.lane import Lane
 
 REFRESH_S = 0.25
+_ONE_LINE = 3  # lanes; more get a line each
 
 
 class Progress:
@@ -23,7 +24,7 @@ class Progress:
         self,
         lanes: Sequence[Lane],
         *,
-        target_loss: float,
+        target_loss: float | None,
         max_steps: int,
         every: int,
         console: Console | None = None,
@@ -57,27 +58,40 @@ class Progress:
                 self._drawn = time.monotonic()
                 self._live.update(self._table(link_bytes_per_s), refresh=True)
         elif step % self._every == 0 or all(lane.reached for lane in self._lanes):
-            text = "; ".join(self._words(lane, link_bytes_per_s) for lane in self._lanes)
-            self._say(f"step {step}, {self._elapsed():.0f} s: {text}")
+            words = [self._words(lane, link_bytes_per_s) for lane in self._lanes]
+            text = (
+                f" {'; '.join(words)}"
+                if len(words) <= _ONE_LINE
+                else "".join(f"\n  {text}" for text in words)
+            )
+            self._say(f"step {step}, {self._elapsed():.0f} s:{text}")
+
+    @property
+    def _arrived(self) -> str:
+        return "done" if self._target_loss is None else "reached"
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _words(self, lane: Lane, link: float | None) -> str:
         _, loss, kept, _, critical = self._cells(lane, link)
-        reached = f", reached in {len(lane.lines)} steps" if lane.reached else ""
+        reached = f", {self._arrived} in {len(lane.lines)} steps" if lane.reached else ""
         return f"{lane.system.name} loss {loss}, kept {kept}, MoE {critical}{reached}"
 
     def _table(self, link: float | None) -> Table:
-        title = f"to loss {self._target_loss:g}, at most {self._max_steps} steps, {self._elapsed():.0f} s"
-        table = Table(title=title, title_justify="left")
+        aim = f"{self._max_steps} steps"
+        if self._target_loss is not None:
+            aim = f"to loss {self._target_loss:g}, at most {aim}"
+        table = Table(title=f"{aim}, {self._elapsed():.0f} s", title_justify="left")
         for i, column in enumerate(
             ("system", "step", "loss", "kept", "MoE time, wall", "MoE time, critical path")
         ):
             table.add_column(column, justify="right" if i else "left")
         for lane in self._lanes:
             step, *cells = self._cells(lane, link)
-            table.add_row(escape(lane.system.name), f"{step} reached" if lane.reached else step, *cells)
+            table.add_row(
+                escape(lane.system.name), f"{step} {self._arrived}" if lane.reached else step, *cells
+            )
         return table
 
     @staticmethod

@@ -10,8 +10,8 @@ from typing import Any
 from lrmoe.errors import ConfigError
 
 # The systems of a preset differ in nothing but what defines them: one row per pair on the wire for all, stashed
-# activations, no replicas, no auxiliary loss that would even out the routing.
-_COMMON_LRMOE = {"replica_slots": 0, "lean_wire": False, "activations": "stash"}
+# activations, equally many replica slots, no auxiliary loss that would even out the routing.
+_COMMON_LRMOE = {"lean_wire": False, "activations": "stash"}
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # Expert GEMMs are nine tenths of the MoE layer at this width. The learning rate falls over `max_steps`, so that the
@@ -22,21 +22,20 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "data": {"seq_len": 256},
         "optim": {"lr": 2e-3, "warmup_steps": 10},
         "train": {"batch_size": 6},
-        "lrmoe": {**_COMMON_LRMOE, "warmup_steps": 5},
+        "lrmoe": {**_COMMON_LRMOE, "replica_slots": 0, "warmup_steps": 5},
     },
+    # Every system, over 8 ranks with two experts at home on each, two replica slots a rank for all that use any. Small
+    # enough that thirteen systems take minutes on two cores. Ends after a number of steps: their cost is compared.
     "small": {
-        "compare": {
-            "systems": ["megatron", "lrmoe", "lrmoe-sampled50", "lrmoe-topk20"],
-            "target_loss": 2.1,
-            "max_steps": 300,
-            "ep": 2,
-            "smoothing_steps": 20,
+        "compare": {"systems": ["all"], "max_steps": 60, "ep": 8},
+        "model": {
+            "preset": "qwen3-moe-tiny",
+            "overrides": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
         },
-        "model": {"preset": "qwen3-moe-tiny", "overrides": {"moe_intermediate_size": 512}},
-        "data": {"seq_len": 256},
-        "optim": {"lr": 2e-3, "warmup_steps": 20},
-        "train": {"batch_size": 6},
-        "lrmoe": {**_COMMON_LRMOE, "warmup_steps": 20},
+        "data": {"seq_len": 128},
+        "optim": {"lr": 3e-3, "warmup_steps": 10},
+        "train": {"batch_size": 4},
+        "lrmoe": {**_COMMON_LRMOE, "replica_slots": 2, "warmup_steps": 5},
     },
 }
 

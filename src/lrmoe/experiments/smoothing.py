@@ -28,6 +28,6 @@ class LossWindow:
         )
 
     @staticmethod
-    def reaches(mean: float | None, target: float) -> bool:
-        """Whether a mean that `add` returned is at or below the target."""
-        return mean is not None and math.isfinite(mean) and mean <= target
+    def reaches(mean: float | None, target: float | None) -> bool:
+        """Whether a mean that `add` returned is at or below the target; never without one."""
+        return mean is not None and target is not None and math.isfinite(mean) and mean <= target

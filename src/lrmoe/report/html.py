@@ -205,6 +205,8 @@ def verdict(run: Run) -> str:
     if run.kind == "train":
         return f"One training run, final loss {tables.number(run.systems[0].number('final_loss'), 4)}."
     missed = [system.name for system in run.systems if not system.figures.get("reached")]
+    if run.target_loss is None:
+        return _verdict_of_steps(run, missed)
     target = tables.number(run.target_loss)
     if missed:
         return f"Target loss {target} was not reached by {', '.join(missed)}; times are not comparable."
@@ -213,6 +215,17 @@ def verdict(run: Run) -> str:
     others = [s for s in run.systems if s is not run.baseline]
     parts = [_needed(system, run.baseline) for system in others]
     return f"Every system reached loss {target}. MoE-layer time to it: {'; '.join(parts)}."
+
+
+def _verdict_of_steps(run: Run, missed: Sequence[str]) -> str:
+    """The verdict of a comparison that ends after a number of steps."""
+    steps = max((system.number("steps") or 0 for system in run.systems), default=0)
+    if missed:
+        return f"{', '.join(missed)} did not do all {steps:.0f} steps with a finite loss."
+    if run.baseline is None or len(run.systems) == 1:
+        return f"Every system did {steps:.0f} steps."
+    parts = [_needed(system, run.baseline) for system in run.systems if system is not run.baseline]
+    return f"Every system did {steps:.0f} steps. MoE-layer time for them: {'; '.join(parts)}."
 
 
 def _needed(system: SystemRun, base: SystemRun) -> str:
@@ -229,12 +242,13 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     ours = next((s for s in run.systems if s is not base), None)
     if base is None or ours is None or not (base.figures.get("reached") and ours.figures.get("reached")):
         return []
+    end = "in all steps" if run.target_loss is None else "to the target loss"
     names = (
-        ("MoE-layer time", "moe_time_critical_s", "critical path, modelled link, to the target loss"),
+        ("MoE-layer time", "moe_time_critical_s", f"critical path, modelled link, {end}"),
         ("MoE-layer time, wall", "moe_time_wall_s", "as the clock on this machine saw it"),
         ("bytes on the wire", "wire_bytes", "all ranks, whole run"),
         ("layer buffers", "buffer_peak_bytes", "peak of the most loaded rank"),
-        ("steps", "steps", "optimizer steps to the target loss"),
+        ("steps", "steps", f"optimizer steps {end}"),
     )
     return [
         (title, f"{ratio:.2f}", f"{explanation}, {ours.name} / {base.name}")

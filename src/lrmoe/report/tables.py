@@ -11,7 +11,8 @@ from rich.table import Table as RichTable
 
 from lrmoe.report.data import Run, SystemRun
 
-_NAME = 12  # letters
+_NAME = 16  # letters
+_DESCRIBES = {"title", "acts", "moves"}  # rows of the fairness table that say what a system is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +105,25 @@ def _loss(value: float | None) -> str:
     return number(value, 4)
 
 
-# row of the headline table, figure of summary.json, how it is written
-_HEADLINE: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
-    ("steps", "steps", _count),
-    ("MoE-layer time, critical path (modelled link)", "moe_time_critical_s", seconds),
-    ("MoE-layer time, wall", "moe_time_wall_s", seconds),
-    ("bytes on the wire", "wire_bytes", size),
-    ("rows of the fullest rank, forward", "forward_peak_rows", _count),
-    ("rows of the fullest rank, backward", "backward_peak_rows", _count),
-    ("layer buffers, peak of a rank", "buffer_peak_bytes", size),
-    ("pairs kept in backward", "kept_share", percent),
-    ("loss of the last step", "final_loss", _loss),
+# row of the headline table, figure of summary.json, how it is written, heading where systems are rows
+_HEADLINE: Sequence[tuple[str, str, Callable[[float | None], str], str]] = (
+    ("steps", "steps", _count, "steps"),
+    ("MoE-layer time, critical path (modelled link)", "moe_time_critical_s", seconds, "time, critical path"),
+    ("MoE-layer time, wall", "moe_time_wall_s", seconds, "time, wall"),
+    ("bytes on the wire", "wire_bytes", size, "wire"),
+    ("of them weights, gradients, states", "replica_bytes", size, "of it experts"),
+    ("rows of the fullest rank, forward", "forward_peak_rows", _count, "rows forward"),
+    ("rows of the fullest rank, backward", "backward_peak_rows", _count, "rows backward"),
+    ("layer buffers, peak of a rank", "buffer_peak_bytes", size, "buffers"),
+    ("pairs kept in backward", "kept_share", percent, "kept"),
+    ("loss of the last step", "final_loss", _loss, "last loss"),
+    ("largest difference from the trainer, eps", "largest_difference_eps", number, "off by eps"),
+    ("steps to the loss that all reached", "steps_to_common_loss", _count, "steps to it"),
+    ("time to the loss that all reached", "critical_s_to_common_loss", seconds, "time to it"),
 )
+_OPTIONAL = {"largest_difference_eps", "replica_bytes"}  # rows that a run without any leaves out
+_WITHOUT_TARGET = {"steps_to_common_loss", "critical_s_to_common_loss"}
+_WIDE = 4  # systems; more are shown one a row
 _TRAIN: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("steps", "steps", _count),
     ("steps skipped, gradient not finite", "steps_skipped", _count),
@@ -136,8 +144,20 @@ PEAK_NOTE = (
     "steps."
 )
 _HEADLINE_NOTE = "Rows of the fullest rank: mean over layer calls, exact warm-up steps included."
-FIGURES = (*_TRAIN, *(row for row in _HEADLINE if row[1] not in {name for _, name, _ in _TRAIN}))
-_COMPARED = frozenset(name for _, name, _ in _HEADLINE) - {"kept_share", "final_loss"}
+FIGURES = (*_TRAIN, *(row[:3] for row in _HEADLINE if row[1] not in {name for _, name, _ in _TRAIN}))
+_COMPARED = frozenset(
+    {
+        "steps",
+        "moe_time_critical_s",
+        "moe_time_wall_s",
+        "wire_bytes",
+        "forward_peak_rows",
+        "backward_peak_rows",
+        "buffer_peak_bytes",
+        "critical_s_to_common_loss",
+    }
+)
+_COMPARED_WIDE = frozenset({"moe_time_critical_s", "critical_s_to_common_loss"})
 
 
 def critical_path(run: Run) -> str:
@@ -153,25 +173,52 @@ def critical_path(run: Run) -> str:
 
 
 def _compare_headline(run: Run) -> Table:
-    reached = ("target reached", *("yes" if s.figures.get("reached") else "NO" for s in run.systems))
-    rows = [(title, *(_cell(run, s, name, write) for s in run.systems)) for title, name, write in _HEADLINE]
-    return Table(
-        title=f"Training to loss {number(run.target_loss)}",
-        columns=("", *(system.name for system in run.systems)),
-        rows=[reached, *rows],
-        note=_headline_note(run),
-    )
+    """One column per system, or where there are many one row per system, with shorter headings."""
+    target, wide = run.target_loss, len(run.systems) > _WIDE
+    arrived = "steps done" if target is None else "target reached"
+    rows = [] if wide else [(arrived, *("yes" if s.figures.get("reached") else "NO" for s in run.systems))]
+    for title, name, write, short in _HEADLINE:
+        if _shown(run, name):
+            cells = (_cell(run, s, name, write, _COMPARED_WIDE if wide else _COMPARED) for s in run.systems)
+            rows.append((short if wide else title, *cells))
+    columns: Sequence[str] = ("", *(system.name for system in run.systems))
+    if wide:
+        columns, *rows = zip(columns, *rows, strict=True)
+    steps = max((s.number("steps") or 0 for s in run.systems), default=0)
+    title = f"Training for {steps:.0f} steps" if target is None else f"Training to loss {number(target)}"
+    return Table(title=title, columns=columns, rows=rows, note=_headline_note(run))
+
+
+def _shown(run: Run, name: str) -> bool:
+    if name in _WITHOUT_TARGET and run.target_loss is not None:
+        return False
+    return name not in _OPTIONAL | _WITHOUT_TARGET or any(s.number(name) for s in run.systems)
 
 
 def _headline_note(run: Run) -> str:
-    brackets = f"In brackets: against {run.baseline.name}. " if run.baseline and len(run.systems) > 1 else ""
-    return f"{brackets}{critical_path(run)} {_HEADLINE_NOTE}"
+    parts = []
+    missed = [s.name for s in run.systems if not s.figures.get("reached")]
+    if missed and len(run.systems) > _WIDE:
+        parts.append(f"Not arrived: {', '.join(missed)}.")
+    if run.baseline and len(run.systems) > 1:
+        parts.append(f"In brackets: against {run.baseline.name}.")
+    if any(s.figures.get("largest_difference_eps") is not None for s in run.systems):
+        parts.append(
+            "Systems with exact gradients share one training run: one trains, the others execute each of its layer "
+            "calls, and their outputs and gradients were held equal to the trainer's; the loss is the shared one."
+        )
+    common = run.summary.get("common_loss")
+    if run.target_loss is None and isinstance(common, int | float):
+        parts.append(f"The loss that all reached: {number(common, 4)}, smoothed.")
+    return " ".join([*parts, critical_path(run), _HEADLINE_NOTE])
 
 
-def _cell(run: Run, system: SystemRun, name: str, write: Callable[[float | None], str]) -> str:
+def _cell(
+    run: Run, system: SystemRun, name: str, write: Callable[[float | None], str], compared: frozenset[str]
+) -> str:
     value, base = system.number(name), run.baseline
     text = write(value)
-    if name not in _COMPARED or base is None or base is system:
+    if name not in compared or base is None or base is system:
         return text
     both = base.figures.get("reached") and system.figures.get("reached")
     return text + against(value, base.number(name)) if both else text
@@ -191,16 +238,26 @@ def train_summary(run: Run) -> Table:
     return Table(title="summary.json", columns=("figure", "value"), rows=rows, text=True)
 
 
-def fairness(run: Run) -> Table:
-    """What each system was given: slots, bytes and budget, counts it plans from, estimator, activations."""
-    keys = {key: None for system in run.systems for key in system.figures.get("fairness", {})}
+def fairness(run: Run, *, brief: bool = False) -> Table:
+    """What each system was given: slots, bytes and budget, counts it plans from, estimator, activations.
+
+    Args:
+        brief: leave out what only describes a system, for a terminal; only where there are many.
+    """
+    keys = list({key: None for system in run.systems for key in system.figures.get("fairness", {})})
     given = [system.figures.get("fairness", {}) for system in run.systems]
+    rows = [(key.replace("_", " "), *(plain(entry.get(key)) for entry in given)) for key in keys]
+    columns: Sequence[str] = ("", *(system.name for system in run.systems))
+    note = (
+        "Same seed, data and initial weights; steps interleaved in the same processes, each leading in turn."
+    )
+    if len(run.systems) > _WIDE:
+        same = [row for row in rows if len(set(row[1:])) == 1]
+        rows = [row for row in rows if row not in same and not (brief and row[0] in _DESCRIBES)]
+        columns, *rows = zip(columns, *rows, strict=True)
+        note += f" The same for all: {'; '.join(f'{row[0]}: {row[1]}' for row in same)}."
     return Table(
-        title="Fairness: what each system was given",
-        columns=("", *(system.name for system in run.systems)),
-        rows=[(key.replace("_", " "), *(plain(entry.get(key)) for entry in given)) for key in keys],
-        note="Same seed, data and initial weights; steps interleaved in the same processes, each leading in turn.",
-        text=True,
+        title="Fairness: what each system was given", columns=columns, rows=rows, note=note, text=True
     )
 
 

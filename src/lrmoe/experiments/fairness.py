@@ -1,0 +1,62 @@
+"""What each system of a comparison was given and plans from, for the table that stands beside its figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.experiments.systems import System
+
+TRAINS = "its own training run"
+SHARED = "the shared training run"
+EXECUTES = "executes the shared run's calls"
+
+_SLOTS = {
+    "none": "0",
+    "shared": "{slots}, shared by all layers",
+    "resident": "{slots}, held per layer all the time",
+    "unbounded": "{slots} (a limit put on it), shared by all layers",
+}
+
+
+def fairness(system: System, config: LRMoEConfig, role: str) -> dict[str, Any]:
+    """Rows of the fairness table, in order; the same keys for every system.
+
+    Args:
+        system: which. config: what its layers run with. role: TRAINS, SHARED or EXECUTES.
+    """
+    info, drops = system.info, config.max_drop > 0
+    return {
+        "title": info.title,
+        "gradients_from": role,
+        "slots_beyond_E/R": "0"
+        if not config.replica_slots
+        else _SLOTS[info.slots].format(slots=config.replica_slots),
+        "budget_bytes": config.memory_budget or config.layer_budget or "none",
+        "plans_from": _said(system, info.inputs),
+        "acts": _said(system, info.acts),
+        "moves": _said(system, info.moves),
+        "traffic_counted": traffic(system),
+        "storage": config.storage,
+        "estimator": f"{config.estimator}, score {config.score}" if drops else "exact, nothing dropped",
+        "max_drop": config.max_drop,
+        "exact_warmup_steps": config.warmup_steps if drops else "all",
+        "activations": config.activations,
+        "rows_on_the_wire": "one per (token, rank)" if config.lean_wire is True else "one per pair",
+    }
+
+
+def traffic(system: System) -> str:
+    """When weights, gradients and optimizer states of its experts cross the wire, as it is executed and counted."""
+    if system.changes.get("storage") == "sharded":
+        return "every step" if system.info.slots == "resident" else "every call, forward and backward"
+    if system.name == "megatron":
+        return "none"
+    if system.info.slots in ("none", "resident"):
+        return "weights and states where the layout changes; gradients of copies once a step"
+    return "every call"
+
+
+def _said(system: System, text: str) -> str:
+    """Systems of the package are tested to do what they say; what a user's policy says of itself is a claim."""
+    return f"claims: {text}" if ":" in system.name else text

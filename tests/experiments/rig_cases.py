@@ -1,0 +1,98 @@
+"""Cases that every rank of a pool runs: a tiny trainer whose layer calls other layers execute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.experiments.executor import Executor
+from lrmoe.experiments.recorder import Recorder
+from lrmoe.integrations.transformers import watch_layers
+from lrmoe.layer import MoELayer, StepClock
+from lrmoe.telemetry import Telemetry
+from lrmoe.training.loop import Trainer
+from tests.training.tiny import tiny_config
+
+EXACT = {"policy": "megatron", "max_drop": 0.0, "replica_slots": 0, "lean_wire": False}
+
+
+def trainer(folder: str, train: dict[str, Any] | None = None) -> Trainer:
+    """Fixed ownership on the tiny model, over the whole pool."""
+    return Trainer(tiny_config(folder, lrmoe=EXACT, train=train or {}), dist.group.WORLD)
+
+
+def make(config: LRMoEConfig) -> Any:
+    """What an executor builds its layers with."""
+
+    def build(beside: MoELayer, clock: StepClock, telemetry: Telemetry) -> MoELayer:
+        return MoELayer(
+            num_experts=beside.shape.experts,
+            hidden_size=beside.shape.hidden,
+            intermediate_size=beside.shape.width,
+            config=config,
+            group=beside.comm.group,
+            layer=beside.layer,
+            clock=clock,
+            telemetry=telemetry,
+        )
+
+    return build
+
+
+def run(folder: str, steps: int, train: dict[str, Any], spoil: str | None = None) -> dict[str, Any]:
+    """Train, execute with recomputed activations; `spoil` changes a recorded tensor of rank 0 in the last step."""
+    trained, recorder = trainer(folder, train), Recorder()
+    executor = Executor("again", make(LRMoEConfig(**EXACT, activations="recompute")), dist.group.WORLD)
+    watch_layers(trained.model, recorder)
+    shapes: list[tuple[int, ...]] = []
+
+    def execute(number: int) -> None:
+        calls = recorder.take()
+        shapes.append(tuple(call.layer.layer for call in calls))
+        if spoil is not None and trained.steps_done == steps - 1 and dist.get_rank() == 0:
+            tensor = calls[1].output if spoil == "output" else calls[1].gradients[spoil]
+            assert tensor is not None
+            tensor.view(-1)[0] += tensor.abs().max() * 1e-3
+        executor.execute(calls)
+
+    trained.after_backward = execute
+    losses, records = [], []
+    for _ in range(steps):
+        losses.append(trained.step().loss)
+        records.append(executor.end_step())
+    return {
+        "losses": losses,
+        "shapes": shapes,
+        "records": [[(r.step, r.micro_batch, r.layer, r.kept, r.pairs) for r in step] for step in records],
+        "bytes": sum(record.wire_bytes for step in records for record in step),
+        "worst": executor.worst,
+    }
+
+
+def losses_alone(folder: str, steps: int, train: dict[str, Any]) -> list[float]:
+    """The trainer without anybody watching."""
+    trained = trainer(folder, train)
+    return [trained.step().loss for _ in range(steps)]
+
+
+def weight_gradient(folder: str) -> tuple[bool, bool]:
+    """Whether recorded weight gradients are the parameters' own, and recorded tensors no copies of them."""
+    trained, recorder = trainer(folder), Recorder()
+    watch_layers(trained.model, recorder)
+    equal, shared = True, True
+
+    def check(number: int) -> None:
+        nonlocal equal, shared
+        experts = [e for e in trained.parameters.experts if e.name.endswith("gate_up_proj")]
+        for call, entry in zip(recorder.take(), experts, strict=True):
+            found = call.gradients["gate_up"]
+            assert found is not None
+            equal &= torch.equal(found, entry.parameter.grad)  # type: ignore[arg-type]
+            shared &= call.gate_up.data_ptr() == entry.parameter.data_ptr()
+
+    trained.after_backward = check
+    trained.step()
+    return equal, shared
