@@ -125,16 +125,19 @@ def cut_ranks(
 def home_quotas(problem: Problem, cap_R: IntArray | None = None) -> IntArray:
     """Quotas with every expert at home: int64 (E,), legal for `problem`, of least peak.
 
-    Ranks keep at most cap_R pairs, int64 (R,), where that is given and the drop cap suffices for it.
+    Ranks keep at most cap_R pairs, int64 (R,), where that is given and the drop cap suffices for it. One rank has no
+    peak to lower: there `overload` only keeps to its cap.
     """
     topology, counts = problem.topology, problem.counts_E
-    if problem.drop_cap == 0 or (problem.drop == "overload" and topology.ranks == 1):
+    alone = problem.drop == "overload" and topology.ranks == 1
+    if problem.drop_cap == 0 or (alone and cap_R is None):
         return counts
     shape = (topology.ranks, topology.experts_per_rank)
     counts_RL, floor_RL = counts.reshape(shape), problem.floor_E.reshape(shape)
     weight_RL = loss_weight(problem).reshape(shape)
     load_R, floor_R = counts_RL.sum(axis=1), floor_RL.sum(axis=1)
-    drops_R = cut_ranks(problem, load_R, floor_R, overload_goal(problem), cap_R)
+    goal = problem.pairs if alone else overload_goal(problem)
+    drops_R = cut_ranks(problem, load_R, floor_R, goal, cap_R)
     quota_RL = counts_RL.copy()
     for rank in np.flatnonzero(drops_R):
         keep = int(load_R[rank] - drops_R[rank])

@@ -1,0 +1,326 @@
+"""A plan and the way to run it that fit a byte budget on every rank, by the rungs of the budget ladder.
+
+    0 it fits                         3 activations are not saved, then not even the experts' input rows
+    1 replicas, where they save       4 each rank's rows in chunks, forward and backward apart
+    2 backward drops the deficiency   5 InfeasibleError, with the numbers
+
+The predictor decides, in bytes; nothing here knows what a row costs. Everything is integer and the same on all ranks.
+Every policy's plan may be recomputed or chunked; only a policy that adapts is asked again with other limits.
+
+Shape letters: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lrmoe.errors import InfeasibleError
+from lrmoe.planning.memory import Execution
+from lrmoe.planning.plan import LayerPlan
+from lrmoe.planning.problem import IntArray, Problem
+
+Policy = Callable[[Problem], LayerPlan]
+Predict = Callable[[LayerPlan, Execution], tuple[IntArray, IntArray]]  # bytes (R,) of forward and of backward
+
+# What stays from forward to backward, most first: (first projection and inputs, inputs, neither).
+_SAVED = ((True, False), (False, False), (False, True))  # (stash, plan.recompute)
+SAVES = {"auto": _SAVED, "stash": _SAVED[:1], "recompute": _SAVED[1:]}
+_ANY_CHUNKS = 2**40  # the policy's own ladder must not refuse: this module chunks
+_MICRO_STEPS = 1000  # shares of a micro-batch that are told apart in the error
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fitted:
+    """What to run, how, and the bytes it was predicted to need at the largest moment of each pass, int64 (R,)."""
+
+    plan: LayerPlan
+    execution: Execution
+    forward_R: IntArray
+    backward_R: IntArray
+
+    @property
+    def need(self) -> int:
+        """Bytes of the neediest rank at its largest moment."""
+        return max(self.forward, self.backward)
+
+    @property
+    def forward(self) -> int:
+        """Bytes of the neediest rank in forward."""
+        return int(self.forward_R.max())
+
+    @property
+    def backward(self) -> int:
+        """Bytes of the neediest rank in backward."""
+        return int(self.backward_R.max())
+
+
+def fit(
+    problem: Problem,
+    policy: Policy,
+    predict: Predict,
+    budget: int | None,
+    *,
+    execution: Execution,
+    activations: str = "auto",
+    adapts: bool = False,
+    name: str = "layer_budget",
+) -> Fitted:
+    """The first plan of the ladder whose prediction is within the budget on every rank.
+
+    Args:
+        problem: counts and limits; `replica_rows` is what a replica counts in rows where places are weighed,
+            `max_chunks` the most chunks of a pass. Its `budget_rows` must be None.
+        policy: what plans; asked again with fewer slots or pairs only where it `adapts`.
+        predict: bytes per rank of a plan run in a way, at the largest moment of forward and of backward.
+        budget: bytes per rank, or None for no limit: the policy's plan as it is.
+        execution: how the call runs; `stash` is chosen here.
+        activations: "auto", "stash" (never recompute) or "recompute" (never stash).
+        name: what the budget is called in the error.
+
+    Raises:
+        InfeasibleError: nothing fits; says which rank needs how much, what is available, the drop cap, the smallest
+            budget that this function accepts and about the largest micro-batch.
+    """
+    ladder = _Ladder(
+        problem=problem,
+        policy=policy,
+        predict=predict,
+        budget=budget,
+        execution=execution,
+        saves=SAVES[activations],
+        adapts=adapts,
+    )
+    first = ladder.price(policy(problem), 0)
+    if budget is None or first.need <= budget:
+        return first
+    ladder.variants = _variants(ladder, first.plan)
+    found = ladder.climb() or ladder.scan()
+    if found.need > budget:
+        raise InfeasibleError(f"{name}: {_explain(ladder, first, *_smallest(ladder, found))}")
+    return found
+
+
+@dataclass(kw_only=True, eq=False)
+class _Ladder:
+    problem: Problem
+    policy: Policy
+    predict: Predict
+    budget: int | None
+    execution: Execution
+    saves: tuple[tuple[bool, bool], ...]
+    adapts: bool
+    variants: list[LayerPlan] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        assert self.budget is not None, "a ladder is climbed under a budget"
+        return self.budget
+
+    @property
+    def _may_drop(self) -> bool:
+        return self.adapts and self.problem.drop == "overload" and self.problem.drop_cap > 0
+
+    def price(self, plan: LayerPlan, saved: int, forward_chunks: int = 1, backward_chunks: int = 1) -> Fitted:
+        """A plan run with what the level `saved` keeps, in chunks."""
+        stash, recompute = self.saves[saved]
+        plan = replace(
+            plan, recompute=recompute, forward_chunks=forward_chunks, backward_chunks=backward_chunks
+        )
+        execution = replace(self.execution, stash=stash)
+        forward_R, backward_R = self.predict(plan, execution)
+        return Fitted(plan=plan, execution=execution, forward_R=forward_R, backward_R=backward_R)
+
+    def climb(self) -> Fitted | None:
+        """The lowest rung that fits, searched where bytes fall with the means used; None where no search found one."""
+        last = len(self.saves) - 1
+        for saved in range(len(self.saves)):
+            whole = sorted((self.price(plan, saved) for plan in self.variants), key=lambda one: one.need)
+            for one in whole:
+                if one.need <= self.limit:
+                    return one
+            fits = [one for one in whole if one.forward <= self.limit]
+            if fits and (dropped := self._drop(fits[0], saved)):
+                return dropped
+            if saved == last:
+                return self._chunk(whole, saved)
+        return None
+
+    def ask(self, rows: int, slots: int) -> LayerPlan:
+        """The policy's plan for `rows` rows a rank, replicas charged; how it runs is decided here."""
+        problem = replace(
+            self.problem,
+            budget_rows=max(rows, 1),
+            max_chunks=_ANY_CHUNKS,
+            slots=slots,
+        )
+        return replace(self.policy(problem), forward_chunks=1, backward_chunks=1, recompute=False)
+
+    def _drop(self, whole: Fitted, saved: int, forward_chunks: int = 1) -> Fitted | None:
+        """The fewest pairs left out so that an unchunked backward fits; None where the drop cap does not reach."""
+        if not self._may_drop:
+            return None
+        slots = self.problem.slots if whole.plan.replicas_R.any() else 0
+        most = replace(self, problem=replace(self.problem, drop="always")).ask(self.problem.pairs, slots)
+        best = self.price(replace(most, reason="budget"), saved, forward_chunks)
+        if best.need > self.limit:
+            return None
+        low, high, over, turn = self._rows(best.plan), self._rows(whole.plan), whole.need, 0
+        while (
+            high - low > 1
+        ):  # bytes grow about by a line in the rows a rank may hold; every third step bisects
+            share = (self.limit - best.need) / max(over - best.need, 1) if turn % 3 < 2 else 0.5
+            rows = min(max(low + int(share * (high - low)), low + 1), high - 1)
+            one = self.price(self.ask(rows, slots), saved, forward_chunks)
+            if one.need <= self.limit:
+                low, best = rows, one
+            else:
+                high, over = rows, one.need
+            turn += 1
+        return best
+
+    def _rows(self, plan: LayerPlan) -> int:
+        """Rows of the fullest rank in backward, replicas charged."""
+        return int((plan.backward_load_R + self.problem.replica_rows * plan.replicas_R).max())
+
+    def _chunk(self, whole: list[Fitted], saved: int) -> Fitted | None:
+        """Fewest chunks: of forward, then of backward, which drops the deficiency first where the cap reaches."""
+        found = []
+        for one in whole:
+            forward = self._fewest(one.plan, saved)
+            if forward is None:
+                continue
+            chunks = forward.plan.forward_chunks
+            if forward.backward <= self.limit:
+                found.append(forward)
+            elif dropped := self._drop(forward, saved, chunks):
+                found.append(dropped)
+            elif backward := self._fewest(one.plan, saved, chunks):
+                found.append(backward)
+        return min(found, key=lambda x: (x.plan.forward_chunks, x.plan.backward_chunks), default=None)
+
+    def _fewest(self, plan: LayerPlan, saved: int, forward_chunks: int | None = None) -> Fitted | None:
+        """Fewest chunks with which backward fits, or forward where its own are not given: gallop, then bisect."""
+
+        def price(chunks: int) -> tuple[Fitted, bool]:
+            if forward_chunks is None:
+                one = self.price(plan, saved, chunks)
+                return one, one.forward <= self.limit
+            one = self.price(plan, saved, forward_chunks, chunks)
+            return one, one.backward <= self.limit
+
+        low, high, most = 0, 1, self.problem.max_chunks
+        one, fits = price(high)
+        while not fits:
+            if high == most:
+                return None
+            low, high = high, min(2 * high, most)
+            one, fits = price(high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial, fits = price(middle)
+            if fits:
+                one, high = trial, middle
+            else:
+                low = middle
+        return one
+
+    def scan(self) -> Fitted:
+        """What needs least of all variants, levels and chunks, with the whole drop."""
+        return min(self._floors(), key=lambda one: one.need)
+
+    def _floors(self) -> Iterator[Fitted]:
+        chunks = range(1, self.problem.max_chunks + 1)
+        most = replace(self.problem, drop="always") if self._may_drop else self.problem
+        plans = _variants(replace(self, problem=most), self.policy(most)) if self._may_drop else self.variants
+        for plan in plans:
+            for saved in range(len(self.saves)):
+                forward = [self.price(plan, saved, c) for c in chunks]
+                # Forward in one piece may keep what forward in chunks does not.
+                for few in sorted({1, 1 + int(np.argmin([one.forward for one in forward]))}):
+                    backward = [self.price(plan, saved, few, c) for c in chunks]
+                    yield min(backward, key=lambda one: one.backward)
+
+
+def _variants(ladder: _Ladder, first: LayerPlan) -> list[LayerPlan]:
+    """The policy's plan; where it adapts, also one whose replicas are weighed by bytes, and one without any."""
+    plans, problem = [first], ladder.problem
+    if ladder.adapts and problem.slots:
+        if problem.pairs and problem.replica_rows:
+            plans.append(ladder.ask(problem.pairs, problem.slots))
+        plans.append(ladder.policy(replace(problem, slots=0)))
+    return plans
+
+
+def _smallest(ladder: _Ladder, least: Fitted) -> tuple[int, Fitted]:
+    """A budget that is accepted where one byte less is refused, and the call under it.
+
+    Args:
+        least: what the scan found, so that its need is accepted; a search may know how to need less.
+    """
+    accepted = least.need
+    while (found := replace(ladder, budget=accepted - 1).climb()) is not None:
+        again = replace(ladder, budget=found.need).climb()
+        if again is None:  # the search takes another path under its own result
+            return _between(ladder, found.need, accepted - 1, found)
+        accepted, least = found.need, again
+    return accepted, least
+
+
+def _between(ladder: _Ladder, refused: int, accepted: int, least: Fitted) -> tuple[int, Fitted]:
+    while accepted - refused > 1:
+        middle = (refused + accepted) // 2
+        one = replace(ladder, budget=middle).climb()
+        if one is None:
+            refused = middle
+        else:
+            accepted, least = middle, one
+    return accepted, least
+
+
+def _explain(ladder: _Ladder, first: Fitted, smallest: int, least: Fitted) -> str:
+    """The numbers a user needs: who lacks what, and what would do."""
+    problem, budget = ladder.problem, ladder.limit
+    need_R = np.maximum(least.forward_R, least.backward_R)
+    rank = int(np.argmax(need_R))
+    asked = int(max(first.forward_R[rank], first.backward_R[rank]))
+    fits = _micro_batch(ladder, least)
+    share = 100 * fits / max(problem.pairs, 1)
+    plan = least.plan
+    return (
+        f"rank {rank} needs {asked} bytes as planned and {int(need_R[rank])} with every means "
+        f"({int(plan.replicas_R.sum())} replicas, {plan.forward_chunks} chunks in forward, {plan.backward_chunks} in "
+        f"backward, {_kept_words(least)}); {budget} are available. Backward may leave out {problem.drop_cap} of "
+        f"{problem.pairs} pairs, forward none. The smallest budget is {smallest} bytes a rank; with {budget}, the "
+        f"largest micro-batch has about {fits} pairs ({share:.1f} % of this one)"
+    )
+
+
+def _kept_words(one: Fitted) -> str:
+    if one.plan.recompute:
+        return "nothing saved"
+    return "activations saved" if one.execution.stash else "experts' inputs saved"
+
+
+def _micro_batch(ladder: _Ladder, least: Fitted) -> int:
+    """Pairs of the largest share of this call that would fit, run like the plan of least bytes."""
+    low, high, fits = 0, _MICRO_STEPS, 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        counts_RE = ladder.problem.counts_RE * middle // _MICRO_STEPS
+        slots = ladder.problem.slots if least.plan.replicas_R.any() else 0
+        plan = ladder.policy(replace(ladder.problem, counts_RE=counts_RE, slots=slots))
+        plan = replace(
+            plan,
+            forward_chunks=least.plan.forward_chunks,
+            backward_chunks=least.plan.backward_chunks,
+            recompute=least.plan.recompute,
+        )
+        forward_R, backward_R = ladder.predict(plan, least.execution)
+        if max(int(forward_R.max()), int(backward_R.max())) <= ladder.limit:
+            low, fits = middle, plan.pairs
+        else:
+            high = middle
+    return fits
