@@ -3,12 +3,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from lrmoe.errors import ConfigError
 from lrmoe.training.process import joined, pick_device
+from tests.training.tiny import tiny_config
 
 
 def test_alone_there_is_no_group() -> None:
@@ -76,6 +78,27 @@ def test_torchruns_variables_give_a_group() -> None:
         "    print(process.rank, process.world_size, process.group is not None)\n"
         "print(dist.is_initialized())\n"
     )
+    assert alone_under_torchrun(code).split() == ["0", "1", "True", "False"]
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
+def test_a_run_leaves_no_thread_of_gloo(tmp_path: Path) -> None:
+    """One that frees a tensor while the interpreter ends would abort it, after all went well."""
+    tables = tiny_config(tmp_path, train={"steps": 1, "trace": False}).to_dict()
+    code = (
+        "import pathlib\n"
+        "from lrmoe.training.run import run_rank\n"
+        f"run_rank({tables!r}, False, False)\n"
+        "for thread in pathlib.Path('/proc/self/task').iterdir():\n"
+        "    print((thread / 'comm').read_text().strip())\n"
+    )
+    threads = alone_under_torchrun(code).split("\n")
+    assert not [name for name in threads if "gloo" in name], threads
+
+
+def alone_under_torchrun(code: str) -> str:
+    """What a program prints as the only rank that torchrun started."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **TORCHRUN},
@@ -84,4 +107,4 @@ def test_torchruns_variables_give_a_group() -> None:
         timeout=60,
         check=True,
     )
-    assert done.stdout.split() == ["0", "1", "True", "False"]
+    return done.stdout

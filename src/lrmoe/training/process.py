@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,6 +103,8 @@ def joined(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Proces
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
+            # Cycles in a model hold the group still; gloo's threads must be gone before the interpreter ends.
+            gc.collect()
 
 
 def current(device: torch.device) -> Process:
