@@ -13,8 +13,11 @@ from torch import Tensor
 from lrmoe.distributed import Comm
 from lrmoe.distributed.messages import Exchange
 from lrmoe.distributed.replicas import fetch_replicas, return_gradients
+from lrmoe.errors import InputError
 from lrmoe.planning import copies
+from lrmoe.planning.copies import fetch_experts_R, return_experts_R
 from lrmoe.planning.seats import Seats
+from lrmoe.telemetry.tracking import StorageTracker
 from tests.distributed.pool import Pool
 from tests.planning.test_copies import foreign_seats, seats_with
 
@@ -165,6 +168,55 @@ def overlapping(name: str) -> None:
     assert torch.equal(one.wait()[1], first[1][foreign])
 
 
+def allocated(name: str, given: torch.dtype, kept: torch.dtype) -> None:
+    """Everything a rank allocates to fetch and to return, beside what planning says."""
+    comm, seats, homes, foreign = set_up(name)
+    own = tuple(tensor[homes] for tensor in weights(seats.topology.experts, kept))
+    params = sum(shape[0] * shape[1] for shape in SHAPES)
+    with StorageTracker() as fetching:
+        slots = fetch_replicas(comm, seats, *own, wait=True).wait()
+    assert fetching.peak == fetch_experts_R(seats)[comm.rank] * params * kept.itemsize
+    del slots
+    home, away = stacked(comm.rank, homes, kept), stacked(comm.rank, foreign, given)
+    with StorageTracker() as returning:
+        return_gradients(comm, seats, away, home)
+    narrow = {"narrow_foreign": given.itemsize < 4, "narrow_home": kept.itemsize < 4}
+    assert returning.peak == return_experts_R(seats, **narrow)[comm.rank] * params * max(4, kept.itemsize)
+    assert returning.current == 0
+
+
+def in_a_part_of_the_world() -> None:
+    """Two groups of every second rank, one beside the other."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    comm = Comm(groups[dist.get_rank() % 2])
+    seats = seats_with(2, 4, {(0, 2), (1, 0)})
+    homes, foreign = [2 * comm.rank, 2 * comm.rank + 1], [2 - 2 * comm.rank]
+    mark = dist.get_rank() % 2
+    every = tuple(tensor + mark for tensor in weights(4, torch.float32))
+    slots = fetch_replicas(comm, seats, *(tensor[homes] for tensor in every)).wait()
+    assert torch.equal(slots[0], every[0][foreign])
+    home = tuple(tensor[homes].clone() for tensor in every)
+    return_gradients(comm, seats, slots, home)
+    assert torch.equal(home[1][0], 2 * every[1][homes[0]])
+
+
+def many_calls(calls: int) -> None:
+    """Layouts that come and go; a rank may be calls ahead of another."""
+    for turn in range(calls):
+        comm = Comm(dist.group.WORLD)
+        seats = seats_with(
+            8, 8, {(rank, turn % 8) for rank in range(turn % 9)} | {(turn * 3 % 8, turn * 5 % 8)}
+        )
+        mine = [expert for rank, expert in foreign_seats(seats) if rank == comm.rank]
+        every = tuple(tensor * turn for tensor in weights(8, torch.float32))
+        slots = fetch_replicas(comm, seats, *(tensor[comm.rank : comm.rank + 1] for tensor in every)).wait()
+        assert torch.equal(slots[0], every[0][mine])
+        home = tuple(tensor[comm.rank : comm.rank + 1].clone() for tensor in every)
+        copies_here = int((seats.expert_Q == comm.rank).sum())
+        return_gradients(comm, seats, slots, home)
+        torch.testing.assert_close(home[0][0], copies_here * every[0][comm.rank])
+
+
 @pytest.fixture
 def pool(request: pytest.FixtureRequest) -> Pool:
     ranks = LAYOUTS[request.node.callspec.params["name"]][0]
@@ -206,6 +258,45 @@ def test_trees_and_homes_alone_give_the_same(pool: Pool, name: str, limit: int) 
 @pytest.mark.parametrize("name", ["swapped", "all-on-one", "trees-and-direct"])
 def test_fetches_may_overlap(pool: Pool, name: str) -> None:
     pool.run(overlapping, name)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planning_knows_every_byte(pool: Pool, name: str, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    pool.run(allocated, name, *kinds, limit_s=120)  # the first use of a dispatch mode imports the compiler
+
+
+@pytest.mark.distributed
+def test_a_group_may_be_part_of_the_world(pool4: Pool) -> None:
+    pool4.run(in_a_part_of_the_world)
+
+
+@pytest.mark.distributed
+def test_layouts_may_change_from_call_to_call(pool8: Pool) -> None:
+    pool8.run(many_calls, 40)
+
+
+def test_slots_that_do_not_fit_are_refused() -> None:
+    seats, (gate_up, down) = seats_with(1, 2, set()), weights(2, torch.float32)
+    for out in ((gate_up.bfloat16(), down), (gate_up, gate_up)):
+        with pytest.raises(InputError, match=r"out: .* cannot hold 0 experts"):
+            fetch_replicas(Comm(None), seats, gate_up, down, out=out)
+
+
+def test_gradients_of_other_seats_are_refused() -> None:
+    seats, home = seats_with(1, 2, set()), weights(2, torch.float32)
+    with pytest.raises(InputError, match=r"foreign: gradients of shape \(2, 10, 3\) for 0 foreign seats"):
+        return_gradients(Comm(None), seats, home, home)
 
 
 def test_one_rank_has_nothing_to_move() -> None:

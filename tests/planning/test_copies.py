@@ -119,6 +119,8 @@ def test_what_returning_holds_is_bounded_and_counted(seats: Seats) -> None:
     for expert, (first, last) in first_last.items():
         sums[first : last + 1, seats.topology.home_E[expert]] += 1
     np.testing.assert_array_equal(open_sums(seats, messages), sums)
+    copies_E = np.bincount(seats.expert_Q[seats.foreign_Q], minlength=seats.topology.experts)
+    assert (sums <= WINDOW + np.bincount(seats.topology.home_E[copies_E > DIRECT], minlength=ranks)).all()
     slots = np.bincount([rank for rank, _ in foreign_seats(seats)], minlength=ranks)
     np.testing.assert_array_equal(fetch_experts_R(seats), slots)
     np.testing.assert_array_equal(return_experts_R(seats), window)

@@ -7,5 +7,6 @@ import torch.distributed.nn  # noqa: F401
 
 from lrmoe.distributed.comm import Comm
 from lrmoe.distributed.header import Header, HeaderTable
+from lrmoe.distributed.replicas import fetch_replicas, return_gradients
 
-__all__ = ["Comm", "Header", "HeaderTable"]
+__all__ = ["Comm", "Header", "HeaderTable", "fetch_replicas", "return_gradients"]

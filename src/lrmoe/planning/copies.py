@@ -4,7 +4,8 @@
     home -> 1, 2, 3, 4               round 0: home -> 1     1: home -> 2, 1 -> 3     2: home -> 4, 1 -> 5, 2 -> 6 ...
 
 Gradients go the same ways back: leaves first, each rank adding what it received to its own before it passes the sum on.
-A rank takes in at most WINDOW gradients at a time, so what it holds is bounded however many copies there are.
+A rank takes in at most WINDOW gradients at a time, so what it holds is bounded however many copies there are: those,
+and where home gradients are narrower than sums the sums in progress, at most WINDOW and one per hot expert at home.
 
 Shape letters: R ranks, E experts, Q seats of all ranks, M messages (one expert each).
 """
