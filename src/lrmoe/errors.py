@@ -31,7 +31,15 @@ class RankError(LRMoEError, RuntimeError):
 
 
 class InfeasibleError(LRMoEError, RuntimeError):
-    """No plan fits the budget. The command line exits with code 3."""
+    """No plan fits the budget. The command line exits with code 3.
+
+    Attributes:
+        smallest: bytes of the smallest budget that would do, where the planner knows it.
+    """
+
+    def __init__(self, message: str, *, smallest: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
 
 
 class CheckpointError(LRMoEError, RuntimeError):

@@ -130,7 +130,9 @@ def test_the_error_has_the_numbers_and_its_budget_is_the_smallest() -> None:
         "micro-batch has about ",
     ):
         assert part in message
-    smallest = int(re.search(r"smallest budget is (\d+) bytes", message)[1])  # type: ignore[index]
+    smallest = caught.value.smallest
+    assert f"smallest budget is {smallest} bytes" in message
+    assert smallest is not None
     assert fitted(problem, smallest).need == smallest
     with pytest.raises(InfeasibleError):
         fitted(problem, smallest - 1)
@@ -170,7 +172,8 @@ def test_what_is_accepted_fits_and_what_is_refused_has_a_smallest_budget(
     try:
         one = fitted(problem, budget, activations=activations)
     except InfeasibleError as error:
-        smallest = int(re.search(r"smallest budget is (\d+) bytes", str(error))[1])  # type: ignore[index]
+        smallest = error.smallest
+        assert smallest is not None
         assert smallest > budget
         assert fitted(problem, smallest, activations=activations).need <= smallest
         with pytest.raises(InfeasibleError):

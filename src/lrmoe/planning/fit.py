@@ -99,7 +99,8 @@ def fit(
     ladder.variants = _variants(ladder, first.plan)
     found = ladder.climb() or ladder.scan()
     if found.need > budget:
-        raise InfeasibleError(f"{name}: {_explain(ladder, first, *_smallest(ladder, found))}")
+        smallest, least = _smallest(ladder, found)
+        raise InfeasibleError(f"{name}: {_explain(ladder, first, smallest, least)}", smallest=smallest)
     return found
 
 
