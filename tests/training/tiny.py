@@ -47,7 +47,10 @@ def tiny_config(folder: Path | str, **tables: dict[str, Any]) -> TrainConfig:
 
 def float64_model(config: TrainConfig, group: Any = None) -> nn.Module:
     """The run's model in float64 throughout: transformers computes norms and routing weights in float32."""
-    model = build_model(config.model, seed=config.train.seed, device=CPU, group=group).double()
+    storage = config.lrmoe.storage
+    model = build_model(
+        config.model, seed=config.train.seed, device=CPU, group=group, storage=storage
+    ).double()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = types.MethodType(_norm, module)

@@ -88,7 +88,11 @@ class Trainer:
                 "set model.overrides.vocab_size or data.tokenizer"
             )
         return build_model(
-            self.config.model, seed=self.config.train.seed, device=self.device, group=self.group
+            self.config.model,
+            seed=self.config.train.seed,
+            device=self.device,
+            group=self.group,
+            storage=self.config.lrmoe.storage,
         )
 
     def _enable(self) -> Any:

@@ -2,13 +2,15 @@
 
 one device       experts.gate_up_proj (E, 2I, H)
 EP over R ranks  experts.gate_up_proj (E/R, 2I, H) on each, home blocks in rank order; all else replicated
+sharded          experts.gate_up_proj (E, P) on each: its part of every expert
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lrmoe.checkpoint.agree import size_of
+from lrmoe.checkpoint.agree import rank_of, size_of
+from lrmoe.distributed.sharded import cut_experts
 from lrmoe.errors import ConfigError, require_extra
+from lrmoe.planning.shards import Cut
 from lrmoe.training.config import ModelConfig
 from lrmoe.training.presets import get_preset
 
@@ -27,11 +31,16 @@ SINGLE = "model.safetensors"
 
 
 def build_model(
-    config: ModelConfig, *, seed: int, device: torch.device, group: dist.ProcessGroup | None = None
+    config: ModelConfig,
+    *,
+    seed: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    storage: str = "owned",
 ) -> nn.Module:
-    """A causal language model in float32, in train mode, holding this rank's experts.
+    """A causal language model in float32, in train mode, holding this rank's experts or its part of all of them.
 
-    New weights are drawn from `seed`, the same on every rank and at every number of ranks.
+    New weights are drawn from `seed`, the same on every rank, at every number of ranks and in every `storage`.
 
     Raises:
         ConfigError: the configuration or the weights cannot be read, or do not fit together; names the path.
@@ -40,10 +49,10 @@ def build_model(
     model_config = read_config(config)
     _check_ranks(model_config, size_of(group))
     if config.checkpoint is not None:
-        return _load(Path(config.checkpoint), model_config, device, group).train()
+        return _load(Path(config.checkpoint), model_config, device, group, storage).train()
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    _shard(model, group)
+    _shard(model, group, storage)
     return model.to(device).train()
 
 
@@ -97,10 +106,12 @@ def _read_config_file(hf: Any, config: ModelConfig) -> Any:
         raise ConfigError(f"model.{field}={name!r}: no transformers configuration there: {error}") from error
 
 
-def _shard(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def _shard(model: nn.Module, group: dist.ProcessGroup | None, storage: str) -> None:
     from lrmoe.integrations import transformers as lrmoe_hf
 
-    if group is not None:
+    if storage == "sharded":
+        lrmoe_hf.install_sharded_experts(model, group)
+    elif group is not None:
         lrmoe_hf.shard_experts(model, group)
 
 
@@ -116,22 +127,45 @@ def expert_spans(model: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def _load(folder: Path, config: Any, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
+def expert_cuts(model: nn.Module) -> dict[str, Cut]:
+    """Name of every experts parameter that is a shard -> how it is cut."""
+    from lrmoe.integrations import transformers as lrmoe_hf
+
+    return lrmoe_hf.sharded_parameters(model)
+
+
+def _load(
+    folder: Path, config: Any, device: torch.device, group: dist.ProcessGroup | None, storage: str
+) -> nn.Module:
     """Build without memory, then read exactly the tensors and slices this rank holds."""
     hf = require_extra("transformers", "transformers")
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _shard(model, group)
+    _shard(model, group, storage)
     spans = expert_spans(model)
     model.to_empty(device=device)
     for name, span in spans.items():
         model.get_parameter(name).lrmoe_expert = span  # to_empty made new parameters
     model.tie_weights()
     _fill_rotary(model)
+    cuts, rank = expert_cuts(model), rank_of(group)
     with _Shards.opened(folder) as shards, torch.no_grad():
         for name, tensor in _persistent(model):
-            tensor.copy_(shards.read(name, tensor.shape, spans.get(name)))
+            if name in cuts:
+                fill_shards(tensor, cuts[name], rank, partial(_read_one, shards, name, cuts[name]))
+            else:
+                tensor.copy_(shards.read(name, tensor.shape, spans.get(name)))
     return model
+
+
+def _read_one(shards: _Shards, name: str, cut: Cut, expert: int) -> Tensor:
+    return shards.read(name, torch.Size((1, cut.rows, cut.columns)), (expert, 1))
+
+
+def fill_shards(shards: Tensor, cut: Cut, rank: int, read: Callable[[int], Tensor]) -> None:
+    """Write shards (E, P) from whole experts, read (1, rows, columns) by id, one at a time."""
+    for expert in range(shards.shape[0]):
+        shards[expert] = cut_experts(read(expert), cut, rank)[0]
 
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

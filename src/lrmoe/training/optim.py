@@ -3,6 +3,7 @@
     dense gradients    one flat buffer, every .grad a view into it; one all-reduce, which also carries two scalars:
                        [ g_0 | g_1 | ... | g_n | sum of squares of this rank's expert gradients | this rank's loss ]
     expert gradients   arrive summed over the ranks' tokens; each rank's loss is a mean over its own, hence / R
+                   whole experts or shards: the ranks' parts are disjoint, so their sums of squares add up
 
 Masters are the parameters themselves, or float32 copies where the parameters are of lower precision.
 """
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lrmoe.checkpoint.agree import size_of
+from lrmoe.planning.shards import Cut
 from lrmoe.training.config import OptimConfig
-from lrmoe.training.model import expert_spans
+from lrmoe.training.model import expert_cuts, expert_spans
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -34,12 +36,14 @@ class Entry:
         parameter: what forward uses.
         master: what the optimizer updates; the parameter itself unless that is of lower precision.
         span: (first global id, number of all experts) of an experts parameter, else None.
+        cut: how it is cut, where the parameter is this rank's part of all experts, else None.
     """
 
     name: str
     parameter: nn.Parameter
     master: Tensor
     span: tuple[int, int] | None
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +76,9 @@ class Parameters:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._world_size = size_of(group)
-        spans = expert_spans(model)
+        spans, cuts = expert_spans(model), expert_cuts(model)
         self.entries = [
-            _entry(name, p, _dtype_of(model, name, dtype), spans.get(name))
+            _entry(name, p, _dtype_of(model, name, dtype), spans.get(name), cuts.get(name))
             for name, p in model.named_parameters()
             if p.requires_grad
         ]
@@ -141,12 +145,14 @@ class Parameters:
                 entry.parameter.copy_(entry.master)
 
 
-def _entry(name: str, parameter: nn.Parameter, dtype: torch.dtype, span: tuple[int, int] | None) -> Entry:
+def _entry(
+    name: str, parameter: nn.Parameter, dtype: torch.dtype, span: tuple[int, int] | None, cut: Cut | None
+) -> Entry:
     master: Tensor = parameter
     if parameter.dtype != dtype:
         master = parameter.detach().clone()
         parameter.data = parameter.data.to(dtype)
-    return Entry(name=name, parameter=parameter, master=master, span=span)
+    return Entry(name=name, parameter=parameter, master=master, span=span, cut=cut)
 
 
 def _dtype_of(model: Any, name: str, dtype: torch.dtype | None) -> torch.dtype:

@@ -20,7 +20,10 @@ from torch import Tensor
 from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, gathered, open_latest, save
 from lrmoe.checkpoint.manifest import MANIFEST, STATE
 from lrmoe.checkpoint.save import expert_key
+from lrmoe.distributed import Comm
+from lrmoe.distributed.sharded import gather_homes
 from lrmoe.errors import CheckpointError
+from lrmoe.training.model import fill_shards
 from lrmoe.training.optim import MOMENTS
 from lrmoe.training.resume import refuse_changes
 from lrmoe.training.totals import Totals
@@ -57,7 +60,7 @@ def save_trainer(trainer: Trainer) -> Path:
         if entry.span is None:
             dense[key] = tensor
         else:
-            experts[key] = ExpertTensor(values=tensor, first=entry.span[0])
+            experts[key] = _whole_experts(trainer, entry, tensor)
     content = Content(dense=dense, experts=experts, state=_state(trainer))
     return save(
         checkpoint_root(trainer),
@@ -67,6 +70,15 @@ def save_trainer(trainer: Trainer) -> Path:
         keep_last=trainer.config.train.keep_last,
         protect=() if trainer.resumed_from is None else (trainer.resumed_from,),
     )
+
+
+def _whole_experts(trainer: Trainer, entry: Entry, tensor: Tensor) -> ExpertTensor:
+    """This rank's part of an experts tensor as checkpoints hold it, whatever the storage: its home experts."""
+    assert entry.span is not None
+    if entry.cut is None:
+        return ExpertTensor(values=tensor, first=entry.span[0])
+    values = gather_homes(Comm(trainer.group), tensor, entry.cut)
+    return ExpertTensor(values=values, first=trainer.rank * values.shape[0])
 
 
 def load_trainer(trainer: Trainer) -> int:
@@ -232,17 +244,24 @@ def _read_layers(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def _read_tensors(trainer: Trainer, checkpoint: Checkpoint) -> None:
     with checkpoint.reader() as reader:
 
-        def fill(key: str, target: Tensor, span: tuple[int, int] | None) -> None:
-            values = reader.dense(key) if span is None else reader.experts(key, span[0], target.shape[0])
-            if values.shape != target.shape:
+        def read(key: str, shape: Sequence[int], first: int | None) -> Tensor:
+            values = reader.dense(key) if first is None else reader.experts(key, first, shape[0])
+            if values.shape != torch.Size(shape):
                 raise CheckpointError(
-                    f"{checkpoint.folder}: {key} has shape {tuple(values.shape)}, the model's is {tuple(target.shape)}"
+                    f"{checkpoint.folder}: {key} has shape {tuple(values.shape)}, the model's is {tuple(shape)}"
                 )
-            target.copy_(values)
+            return values
+
+        def fill(key: str, target: Tensor, entry: Entry) -> None:
+            if entry.cut is not None:
+                one = (1, entry.cut.rows, entry.cut.columns)
+                fill_shards(target, entry.cut, trainer.rank, lambda expert: read(key, one, expert))
+            else:
+                target.copy_(read(key, target.shape, None if entry.span is None else entry.span[0]))
 
         for key, buffer in _fixed(trainer):
-            fill(key, buffer, None)
+            buffer.copy_(read(key, buffer.shape, None))
         for entry in trainer.parameters.entries:
-            fill(f"model/{entry.name}", entry.master, entry.span)
+            fill(f"model/{entry.name}", entry.master, entry)
         for entry, name, tensor in trainer.optimizer.restore(checkpoint.state["updates"]):
-            fill(f"optim/{entry.name}/{name}", tensor, entry.span)
+            fill(f"optim/{entry.name}/{name}", tensor, entry)

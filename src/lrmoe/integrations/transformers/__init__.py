@@ -18,15 +18,23 @@ from lrmoe.integrations.transformers._callback import LRMoECallback
 from lrmoe.integrations.transformers._enable import enable, register
 from lrmoe.integrations.transformers._handle import Handle
 from lrmoe.integrations.transformers._shard import dense_parameters, expert_parameters, shard_experts
+from lrmoe.integrations.transformers._sharded import (
+    ShardedExperts,
+    install_sharded_experts,
+    sharded_parameters,
+)
 
 __all__ = [
     "Handle",
     "LRMoECallback",
     "LRMoEEP",
+    "ShardedExperts",
     "dense_parameters",
     "enable",
     "expert_parameters",
+    "install_sharded_experts",
     "register",
     "shard_experts",
+    "sharded_parameters",
     "watch_layers",
 ]

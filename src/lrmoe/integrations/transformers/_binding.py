@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NAME = "lrmoe"
 EXACT = LRMoEConfig(max_drop=0, warmup_steps=0)
-# Makes the call of a layer: watch(layer, hidden_TH, ids_TK, weights_TK, gate_up_proj, down_proj, training=...) -> (T, H)
+# Makes the call of a layer: watch(layer, hidden_TH, ids_TK, weights_TK, gate_up, down, training=...) -> (T, H)
 Watch = Callable[..., torch.Tensor]
 
 
@@ -42,11 +42,13 @@ class Binding:
     Args:
         spec: sizes of the module's weights on this rank.
         group: the expert-parallel group, None where this rank holds every expert.
+        storage: what its parameters are: the experts of their home rank, or shards of all experts.
     """
 
-    def __init__(self, spec: ExpertsSpec, group: ProcessGroup | None = None) -> None:
+    def __init__(self, spec: ExpertsSpec, group: ProcessGroup | None = None, storage: str = "owned") -> None:
         self.spec = spec
         self.group = group
+        self.storage = storage
         self.layer: MoELayer | None = None
         self.owner: Any = None  # the handle in force: the model keeps it alive
         self.watch: Watch | None = None
@@ -54,7 +56,7 @@ class Binding:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         """A copied model is not enabled: layers own process groups and per-step state, which cannot be shared."""
-        return Binding(self.spec, self.group)
+        return Binding(self.spec, self.group, self.storage)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.group is not None:
@@ -62,7 +64,7 @@ class Binding:
                 f"pickling experts that are spread over {self.group.size()} ranks: this rank holds only its own; save "
                 "the state dict, or use save_pretrained"
             )
-        return Binding, (self.spec,)
+        return Binding, (self.spec, None, self.storage)
 
     def build(self, config: LRMoEConfig, **context: Any) -> MoELayer:
         """A layer for this module; `context` are MoELayer's layer, clock and telemetry."""
@@ -78,7 +80,7 @@ class Binding:
         )
 
     def _build_exact(self) -> MoELayer:
-        layer = self.build(EXACT)
+        layer = self.build(EXACT.replace(storage=self.storage))
         layer.clock.expected = True  # nobody is asked to step the clock of a model that is not enabled
         return layer
 

@@ -69,6 +69,8 @@ def enable(
         )
     modules = find_experts(model)
     bindings = {name: _checked(module, name, group) for name, module in modules.items()}
+    for name, binding in bindings.items():
+        _check_storage(config, binding, name)
     clock, telemetry = StepClock(), SummedTelemetry()
     layers = {
         name: binding.build(config, layer=number, clock=clock, telemetry=telemetry)
@@ -106,6 +108,19 @@ def _checked(module: nn.Module, name: str, group: ProcessGroup | None) -> Bindin
             f"{name}: its experts changed from {binding.spec} to {spec} since the model was loaded"
         )
     return binding
+
+
+def _check_storage(config: LRMoEConfig, binding: Binding, name: str) -> None:
+    """Sharded storage needs experts modules of this package, and they need it."""
+    if config.storage == binding.storage:
+        return
+    held = "whole experts of their home rank" if binding.storage == "owned" else "shards of all experts"
+    hint = (
+        "; `lrmoe train` installs experts whose parameters are shards" if binding.storage == "owned" else ""
+    )
+    raise ConfigError(
+        f"storage={config.storage!r}: the parameters of {name} are {held}; valid is {binding.storage!r}{hint}"
+    )
 
 
 def _ranks(group: ProcessGroup) -> list[int]:

@@ -77,6 +77,9 @@ def read_spec(module: nn.Module, name: str) -> ExpertsSpec:
     Raises:
         UnsupportedError: a flag, parameter or activation that the layer does not execute; names module and flag.
     """
+    own: ExpertsSpec | None = getattr(module, "lrmoe_spec", None)
+    if own is not None:  # a module of this package, whose parameters are shards
+        return own
     refused = [
         (f"{flag}={getattr(module, flag)}", meaning)
         for flag, (needed, meaning) in _FLAGS.items()
