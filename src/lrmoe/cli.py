@@ -324,6 +324,102 @@ def simulate(
     raise typer.Exit(code)
 
 
+@app.command(epilog="Example: lrmoe replay --systems megatron,ultraep,lrmoe --tokens 4096")
+def replay(
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Trace: a run folder, its trace.parquet, or a CSV file."),
+    ] = None,
+    trace_system: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Whose calls of a comparison's trace; unset: the first."),
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer of the trace; unset: the first.")] = None,
+    call: Annotated[
+        int | None,
+        typer.Option(help="Call of that layer, from 0; earlier ones are history; unset: the last."),
+    ] = None,
+    generator: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Load pattern; unset: the published comparison's lognormal."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Option of the load pattern, e.g. sigma=2; may be repeated."),
+    ] = None,
+    systems: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Systems, megatron among them; unset: all eleven.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks that share the experts (8; of a trace: its own).")
+    ] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts (128).")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts per token; unset: the model's.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens per rank (32768).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the load pattern, the data and the selection.")
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Weight slots per rank beyond the home experts.")] = 2,
+    max_drop: Annotated[float, typer.Option(help="Share of pairs lrmoe's backward leaves out.")] = 0.2,
+    estimator: Annotated[str, typer.Option(help="Of lrmoe: sampled or topk.")] = "sampled",
+    model: Annotated[
+        str | None, typer.Option(help="Whose expert sizes; unset: the trace's, or Qwen3-30B-A3B.")
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(help="Width of rows; unset: the model's, on a CPU an eighth of it.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of rows and weights: bf16, fp32 or fp64.")] = "bf16",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; unset: CUDA where it is.")] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINK",
+            help="Link of each rank: third (a balanced layer's exchange takes a third of its time), a device of the "
+            "hardware table, or bytes per second; unset: third on a CPU, h100 on CUDA.",
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of megatron and lrmoe; the others run once.")] = 3,
+    name: Annotated[str | None, typer.Option(help="The run's folder is runs/<name>; unset: replay.")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Run every rank's real work of one MoE layer call under several systems, one rank after another on this device.
+
+    Packing, experts, unpacking, scores and selection of both passes are measured in time and bytes; the exchange
+    between ranks is modelled over a stated link. Writes runs/<name>/summary.json and a self-contained report.html.
+    """
+    from lrmoe.experiments.replay_command import run_replay as run
+
+    code = run(
+        trace=trace,
+        trace_system=trace_system,
+        layer=layer,
+        call=call,
+        generator=generator,
+        pattern=tuple(option or ()),
+        systems=None if systems is None else [part.strip() for part in systems.split(",") if part.strip()],
+        ranks=ranks,
+        experts=experts,
+        top_k=top_k,
+        tokens=tokens,
+        seed=seed,
+        slots=slots,
+        max_drop=max_drop,
+        estimator=estimator,
+        model=model,
+        hidden=hidden,
+        dtype=dtype,
+        device=device,
+        link=link,
+        repeats=repeats,
+        name=name,
+        overwrite=overwrite,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
+
+
 @app.command(epilog="Example: lrmoe report runs/demo")
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One or two run folders.")],

@@ -14,7 +14,9 @@ from lrmoe.errors import ConfigError
 RESULTS = ("metrics.jsonl", "summary.json", "trace.parquet", "report.html", "capacity.csv")
 
 
-def check_free(folder: Path, *, own: Sequence[str], replaceable: bool, overwrite: bool) -> None:
+def check_free(
+    folder: Path, *, own: Sequence[str], replaceable: bool, overwrite: bool, kind: str = "simulate"
+) -> None:
     """Refuse a folder that cannot be written or holds another run; creates and changes nothing.
 
     Args:
@@ -22,6 +24,7 @@ def check_free(folder: Path, *, own: Sequence[str], replaceable: bool, overwrite
         own: files that a run of the same kind leaves there.
         replaceable: whether a run of the same kind may be replaced unasked (its name is the command's default).
         overwrite: whether any earlier run may.
+        kind: of the run, as its summary says.
 
     Raises:
         ConfigError: names the folder and the ways out. Checkpoints are refused even with `overwrite`.
@@ -38,7 +41,7 @@ def check_free(folder: Path, *, own: Sequence[str], replaceable: bool, overwrite
             "choose another name, or remove it"
         )
     found = [name for name in RESULTS if _has_content(folder / name)]
-    if not found or overwrite or (replaceable and set(found) <= set(own) and _same_kind(folder)):
+    if not found or overwrite or (replaceable and set(found) <= set(own) and _same_kind(folder, kind)):
         return
     raise ConfigError(
         f"name={folder.name!r}: {folder} holds an earlier run ({', '.join(found)}); pass --overwrite to replace it, "
@@ -58,8 +61,8 @@ def _has_content(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def _same_kind(folder: Path) -> bool:
-    """Whether a summary, if there is one, is that of a simulation."""
+def _same_kind(folder: Path, kind: str) -> bool:
+    """Whether a summary, if there is one, is of that kind."""
     path = folder / "summary.json"
     if not path.exists():
         return True
@@ -67,4 +70,4 @@ def _same_kind(folder: Path) -> bool:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(summary, dict) and summary.get("kind") == "simulate"
+    return isinstance(summary, dict) and summary.get("kind") == kind

@@ -115,7 +115,7 @@ def simulate(
             trace_system=trace_system,
             allowance=_allowance(slots, budget, max_drop),
             generator=generator,
-            options=_options(options),
+            options=parse_options(options),
             systems=systems,
             ranks=_numbers("ranks", ranks),
             experts=_numbers("experts", experts),
@@ -132,12 +132,12 @@ def simulate(
         settings = _published(preset, systems, slots, given)
         todo = partial(run_published, settings)
     html.check_installed()  # before minutes of planning, not after
-    folder = _folder(name or preset or "simulate")
-    _keep_trace(trace, folder)
+    folder = named_folder(name or preset or "simulate")
+    keep_trace(trace, folder)
     check_free(folder, own=_OWN, replaceable=name is None, overwrite=overwrite)
     console = Console(stderr=as_json)
     begin = time.monotonic()
-    with _progress(console) as told:
+    with progress_bar() as told:
         summary = todo(told)
     summary |= {"name": folder.name, "context": environment(), "total_s": time.monotonic() - begin}
     return _show(summary, folder, console, as_json)
@@ -184,7 +184,12 @@ def _numbers(field: str, text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(f"{field}={text!r}: must be whole numbers with commas, like 8,64") from error
 
 
-def _options(pairs: Sequence[str]) -> dict[str, Any]:
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options of a load pattern from "key=value"; numbers where they look like it.
+
+    Raises:
+        ConfigError: no equals sign.
+    """
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -203,20 +208,25 @@ def _value(text: str) -> Any:
     return text
 
 
-def _folder(name: str) -> Path:
+def named_folder(name: str) -> Path:
+    """The folder of a run.
+
+    Raises:
+        ConfigError: not the plain name of a folder.
+    """
     if not name or Path(name).name != name:
         raise ConfigError(f"name={name!r}: must be a folder's name, without separators")
     return RUNS / name
 
 
-def _keep_trace(trace: Path | None, folder: Path) -> None:
+def keep_trace(trace: Path | None, folder: Path) -> None:
     """A simulation must not replace the run whose trace it reads, not even where asked to overwrite."""
     if trace is not None and folder.resolve() in (trace.resolve(), trace.resolve().parent):
         raise ConfigError(f"name={folder.name!r}: {folder} holds the trace that is read; choose another name")
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on a terminal; elsewhere a line every few seconds, so that short runs say nothing."""
     errors = Console(stderr=True)
     if errors.is_terminal:

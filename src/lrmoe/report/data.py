@@ -95,7 +95,7 @@ class Run:
 
     Attributes:
         name: the folder's name.
-        kind: "compare", "train" or "simulate"; "pair" is two of the first two in one.
+        kind: "compare", "train", "simulate" or "replay"; "pair" is two of the first two in one.
         summary: summary.json as it is.
         config: the resolved configuration, tables of config.toml.
         systems: what ran.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.errors import ConfigError, require_extra
-from lrmoe.report import pair, simulation, simulation_pair, simulation_plots, tables
+from lrmoe.report import pair, replay, simulation, simulation_pair, simulation_plots, tables
 from lrmoe.report.bars import load, phases
 from lrmoe.report.curves import kept, loss_against_steps, loss_against_time, peaks
 from lrmoe.report.data import Run, SystemRun
@@ -104,9 +104,13 @@ def _finite(value: Any) -> Any:
 
 def _sections(runs: Sequence[Run]) -> list[Section]:
     if len(runs) == 2:
+        if any(run.kind == "replay" for run in runs):
+            raise ConfigError("runs: a replay has a page of its own; give its folder alone")
         simulated = all(run.kind == "simulate" for run in runs)
         return [_simulated_pair(*runs) if simulated else _paired(pair.pair(*runs))]
     (run,) = runs
+    if run.kind == "replay":
+        return [_replayed(run, "run0")]
     return [_simulated(run, "run0") if run.kind == "simulate" else _trained(run, "run0")]
 
 
@@ -170,6 +174,23 @@ def _simulated(run: Run, anchor: str) -> Section:
         plots=simulation_plots.plots(run),
         fairness=simulation.fairness(run),
         method=simulation.method(run),
+        details=[tables.environment(run)],
+    )
+
+
+def _replayed(run: Run, anchor: str) -> Section:
+    first, *others = replay.tables(run)
+    return Section(
+        anchor=anchor,
+        kicker="lrmoe replay",
+        title=run.name,
+        verdict=replay.verdict(run),
+        tiles=[],
+        headline=first,
+        further=others,
+        plots=[],
+        fairness=None,
+        method=replay.method(run),
         details=[tables.environment(run)],
     )
 

@@ -26,6 +26,8 @@ def load_run(folder: Path) -> Run:
     summary = _read_summary(folder)
     if summary.get("kind") == "simulate":
         return _simulation(folder, summary)
+    if summary.get("kind") == "replay":
+        return Run(name=folder.resolve().name, kind="replay", summary=summary, config={}, systems=())
     lines = _read_lines(folder / "metrics.jsonl")
     config = _read_config(folder / "config.toml")
     kind = "compare" if isinstance(summary.get("systems"), dict) else "train"
@@ -61,7 +63,7 @@ def _read_summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     if not path.is_file():
         raise ConfigError(
-            f"run={str(folder)!r}: no summary.json there; give a folder that train, compare or simulate wrote"
+            f"run={str(folder)!r}: no summary.json there; give a folder that train, compare, simulate or replay wrote"
         )
     return _as_object(path.read_text(encoding="utf-8"), str(path))
 

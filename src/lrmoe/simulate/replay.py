@@ -9,7 +9,7 @@ Shape letters: R ranks, E experts, N pairs of a source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,8 +24,8 @@ from lrmoe.planning.seats import seats_of
 from lrmoe.simulate.cluster import Calls, plans
 from lrmoe.simulate.measure import extra_slots
 from lrmoe.simulate.replay_data import Data, make_data
-from lrmoe.simulate.replay_memory import allocations
-from lrmoe.simulate.replay_rank import Rank
+from lrmoe.simulate.replay_memory import Held, allocations
+from lrmoe.simulate.replay_rank import Rank, release_scratch
 from lrmoe.simulate.replay_routes import Backward, Wire, order_source, reroute, seat_index
 from lrmoe.simulate.replay_select import home_parts, select
 from lrmoe.simulate.replay_times import Times
@@ -77,7 +77,9 @@ class Lane:
 
     Attributes:
         name: as it is listed. plan: of the call. repeats: runs of every rank. times: measured so far.
-        forward: its pairs; kept: its backward. most: part -> bytes of the fullest rank, and of all allocations.
+        forward: its pairs; kept: its backward.
+        most: bytes of the fullest rank: "<pass>_subtotal" of experts, replicas and token buffers, "<pass>_memory" of
+            everything that was allocated. parts: pass -> part -> bytes of that subtotal.
         energy_dropped: share of squared scores that its backward leaves out.
     """
 
@@ -88,11 +90,14 @@ class Lane:
     forward: Wire
     kept: Backward
     most: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, Mapping[str, int]] = field(default_factory=dict)
     energy_dropped: float = 0.0
 
-    def fullest(self, name: str, size: int) -> None:
-        """The larger of what is known and `size`."""
-        self.most[name] = max(self.most.get(name, 0), size)
+    def fullest(self, side: str, held: Held, allocated: int) -> None:
+        """Take one rank's bytes into the largest of all ranks."""
+        if held.most > self.most.get(f"{side}_subtotal", 0):
+            self.most[f"{side}_subtotal"], self.parts[side] = held.most, held.parts
+        self.most[f"{side}_memory"] = max(self.most.get(f"{side}_memory", 0), allocated)
 
 
 def replay(question: Question, progress: Progress | None = None) -> list[Lane]:
@@ -121,7 +126,7 @@ def replay(question: Question, progress: Progress | None = None) -> list[Lane]:
                 for lane in lanes:
                     if repeat < lane.repeats:
                         told.one(f"rank {rank}, {lane.name}")
-                        _run_rank(data, lane, rank)
+                        _run_rank(data, lane, rank, first=repeat == 0)
     return lanes
 
 
@@ -213,19 +218,20 @@ def _backward(
     return reroute(forward, weight_R, times), selection.energy_dropped
 
 
-def _run_rank(data: Data, lane: Lane, rank: int) -> None:
-    """Both passes of one rank, and what it had allocated."""
-    per_rank = lane.plan.topology.experts_per_rank
-    slots = per_rank + int(extra_slots(lane.plan)[rank])
+def _run_rank(data: Data, lane: Lane, rank: int, *, first: bool) -> None:
+    """Both passes of one rank; in the first run with what it had allocated, scratch included."""
+    slots = lane.plan.topology.experts_per_rank + int(extra_slots(lane.plan)[rank])
+    if first:
+        release_scratch()
     with allocations(data.device) as counted:
         one = Rank(data, lane.forward, rank, slots, lane.times)
         one.forward(norms=not lane.plan.exact)
-        lane.fullest("forward_subtotal", one.held.most)
-        lane.fullest("forward_memory", counted.most)
+        if first:
+            lane.fullest("forward", one.held, counted.most)
         counted.restart()
         one.backward(lane.kept)
-        lane.fullest("backward_subtotal", one.held.most)
-        lane.fullest("backward_memory", counted.most)
+        if first:
+            lane.fullest("backward", one.held, counted.most)
         one.add_home(_returning(lane.plan, rank))
 
 

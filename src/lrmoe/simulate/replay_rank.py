@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.layer import experts
 from lrmoe.layer.experts import Needs, Rows, Weights, experts_backward, experts_forward
 from lrmoe.layer.routing import token_entries
 from lrmoe.ops import Workspace, combine, gather_rows
@@ -25,11 +26,17 @@ from lrmoe.simulate.replay_memory import Held
 from lrmoe.simulate.replay_routes import Backward, Wire
 from lrmoe.simulate.replay_times import Times
 
-BLOCK_ROWS = {"cpu": 8192, "cuda": 131072}
+BLOCK_ROWS = {"cpu": 4096, "cuda": 131072}
 ACTIVATION = "silu"
 _ALL = Needs(x=True, gate_up=True, down=True)
 
 _scratch = Workspace()
+
+
+def release_scratch() -> None:
+    """Give scratch back, so that the next run allocates what it needs."""
+    _scratch.release()
+    experts.release_scratch()
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,11 @@ class Rank:
         self._place: Tensor | None = None
         self.held = Held()
         seats = forward.seats
-        experts = torch.from_numpy(seats.expert_Q[seats.of(rank)]).to(data.device)
+        held = torch.from_numpy(seats.expert_Q[seats.of(rank)]).to(data.device)
         self._gate_up = data.gate_up.new_empty((slots, *data.gate_up.shape[1:]))
         self._down = data.down.new_empty((slots, *data.down.shape[1:]))
-        torch.index_select(data.gate_up, 0, experts, out=self._gate_up[: len(experts)])
-        torch.index_select(data.down, 0, experts, out=self._down[: len(experts)])
+        torch.index_select(data.gate_up, 0, held, out=self._gate_up[: len(held)])
+        torch.index_select(data.down, 0, held, out=self._down[: len(held)])
         self.held.add("weights", self._gate_up, self._down)
 
     def _limit(self) -> int:

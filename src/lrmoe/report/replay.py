@@ -1,0 +1,123 @@
+"""Tables and words of a replay: every system's measured call beside fixed ownership's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lrmoe.planning.calibration import PHASES
+from lrmoe.report.data import Run
+from lrmoe.report.tables import Table, number, percent, size
+
+TITLES = {"drop0.5": "lrmoe, drop 0.5"}
+
+
+def title(name: str) -> str:
+    """A system as tables name it."""
+    return TITLES.get(name, name)
+
+
+def _systems(run: Run) -> Mapping[str, Mapping[str, Any]]:
+    found: Mapping[str, Mapping[str, Any]] = run.summary["systems"]
+    return found
+
+
+def times(run: Run) -> Table:
+    """Peaks, time of both passes and how many times as fast as fixed ownership."""
+    columns = ("system", "fwd peak", "bwd peak", "kept", "fwd ms", "bwd ms", "bwd x", "layer x")
+    rows = [
+        (
+            title(name),
+            number(f["forward_peak"], 4),
+            number(f["backward_peak"], 4),
+            percent(f["kept_share"]),
+            number(f["forward_ms"], 4),
+            number(f["backward_ms"], 4),
+            number(f["backward_speedup"]),
+            number(f["layer_speedup"]),
+        )
+        for name, f in _systems(run).items()
+    ]
+    note = "Peak: rows of the most loaded rank over the mean load with nothing dropped. Times: the slowest rank of "
+    note += f"each phase, measured, plus the exchange, modelled ({link(run)}). x: megatron's time over the system's."
+    return Table(title="Time of one layer call", columns=columns, rows=rows, note=note)
+
+
+def memory(run: Run) -> Table:
+    """Bytes of the fullest rank in both passes."""
+    columns = ("system", "fwd MiB", "less", "bwd MiB", "less", "bwd, all", "copies")
+    rows = [
+        (
+            title(name),
+            _mib(f["forward_subtotal"]),
+            percent(f["forward_subtotal_reduction"]),
+            _mib(f["backward_subtotal"]),
+            percent(f["backward_subtotal_reduction"]),
+            _mib(f["backward_memory"]),
+            number(f["replicas"]),
+        )
+        for name, f in _systems(run).items()
+    ]
+    note = "Measured on the fullest rank: experts, replicas and token buffers, and how much less than megatron; all: "
+    note += "every allocation, scratch of the products included. Copies: foreign experts on all ranks."
+    return Table(title="Memory of one layer call", columns=columns, rows=rows, note=note)
+
+
+def _mib(value: float) -> str:
+    return number(value / 2**20, 4)
+
+
+def phases(run: Run) -> Table:
+    """Milliseconds of every phase of both passes, measured and modelled together."""
+    names = [(side, p) for side in ("forward", "backward") for p in PHASES if _any(run, side, p)]
+    rows = [
+        (title(name), *(number(_ms(f, side, phase)) for side, phase in names))
+        for name, f in _systems(run).items()
+    ]
+    columns = ("system", *(f"{'f' if side == 'forward' else 'b'}: {phase}" for side, phase in names))
+    note = "f: forward, b: backward; ms of the slowest rank, measured, plus bytes over the link, modelled."
+    return Table(title="By phase", columns=columns, rows=rows, note=note)
+
+
+def _ms(figures: Mapping[str, Any], side: str, phase: str) -> float:
+    return float(sum(figures["phases"][side][kind].get(phase, 0.0) for kind in ("measured", "modelled")))
+
+
+def _any(run: Run, side: str, phase: str) -> bool:
+    return any(_ms(f, side, phase) > 0 for f in _systems(run).values())
+
+
+def tables(run: Run) -> Sequence[Table]:
+    """All tables, in order."""
+    return times(run), memory(run), phases(run)
+
+
+def verdict(run: Run) -> str:
+    """One sentence: lrmoe beside fixed ownership."""
+    ours = _systems(run).get("lrmoe")
+    if ours is None:
+        return "Every system's time is compared with fixed ownership's."
+    return (
+        f"lrmoe's backward takes 1/{number(ours['backward_speedup'])} of fixed ownership's time (measured compute, "
+        f"modelled link) and {percent(ours['backward_subtotal_reduction'])} less memory on the fullest rank."
+    )
+
+
+def link(run: Run) -> str:
+    """The link in words."""
+    settings = run.summary["settings"]
+    speed = f"{size(settings['link_bytes_per_s'])}/s per rank"
+    return f"{speed}, given" if settings["link"] == "given" else f"{speed}, at which {settings['link']}"
+
+
+def method(run: Run) -> str:
+    """What was measured, what was modelled, at which sizes."""
+    s = run.summary["settings"]
+    return (
+        f"Measured: {run.summary['measured']}. Modelled: {run.summary['modelled']} ({link(run)}). {s['call']}: "
+        f"{s['ranks']} ranks, {s['experts']} experts, top-{s['top_k']}, {s['pairs']:,} pairs, fixed ownership's peak "
+        f"{number(s['fixed_peak'], 4)}, {s['history']} calls of history. Rows of {s['hidden']} and experts of "
+        f"{s['expert_width']}, {s['dtype']}, {s['wire']}. Activations: {s['activations']}. {s['slots']} weight slots "
+        f"per rank beyond the home experts; estimator {s['estimator']}, score {s['score']}. megatron and lrmoe ran "
+        f"{s['repeats']} times (median), others once."
+    )
