@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lrmoe.distributed import Comm
-from lrmoe.distributed.sharded import KeptShards, cut_experts, fetch_shards, gather_homes, return_shards
+from lrmoe.distributed.sharded import (
+    KeptShards,
+    cut_experts,
+    fetch_shards,
+    gather_homes,
+    return_shards,
+    scatter_homes,
+)
 from lrmoe.planning import Problem, Topology, get_policy
 from lrmoe.planning.problem import History
 from lrmoe.planning.seats import Seats, seats_of
@@ -231,15 +238,19 @@ def test_layouts_of_the_systems_that_store_shards(pool4: Pool, policy: str) -> N
 
 
 def homes(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    comm = Comm(dist.group.WORLD)
-    pairs = zip(whole_experts(dtype), expert_cuts(HIDDEN, WIDTH, comm.size), strict=True)
-    return tuple(gather_homes(comm, cut_experts(whole, cut, comm.rank), cut) for whole, cut in pairs)
+    comm, found = Comm(dist.group.WORLD), []
+    for whole, cut in zip(whole_experts(dtype), expert_cuts(HIDDEN, WIDTH, comm.size), strict=True):
+        shards = cut_experts(whole, cut, comm.rank)
+        found.append(gather_homes(comm, shards, cut))
+        assert torch.equal(scatter_homes(comm, found[-1], cut), shards)
+    return tuple(found)
 
 
 @pytest.mark.distributed
-def test_homes_are_gathered(pool4: Pool) -> None:
-    ranks = pool4.run(homes, torch.float64)
-    for which, whole in enumerate(whole_experts(torch.float64)):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_homes_are_gathered_and_scattered(pool4: Pool, dtype: torch.dtype) -> None:
+    ranks = pool4.run(homes, dtype)
+    for which, whole in enumerate(whole_experts(dtype)):
         assert torch.equal(torch.cat([rank[which] for rank in ranks]), whole)
 
 

@@ -199,6 +199,21 @@ def gather_homes(comm: Comm, shards: Tensor, cut: Cut) -> Tensor:
     return _fetch(comm, home_seats(topology), (shards,), (cut,)).wait()[0]
 
 
+def scatter_homes(comm: Comm, homes: Tensor, cut: Cut) -> Tensor:
+    """Shards (E, P) of one projection from the home experts (E / R, rows, columns) of all ranks: undoes `gather_homes`.
+
+    The dtype stays; every rank calls it.
+    """
+    topology = Topology(ranks=comm.size, experts=homes.shape[0] * comm.size)
+    exchange = ShardExchange.of(home_seats(topology), (cut,), comm.rank)
+    send = _split((homes.detach(),), (cut,))
+    received = comm.all_to_all(send, exchange.seats_R, exchange.shards_R)
+    shards = homes.new_zeros((topology.experts, cut.shard))
+    width = cut.width(comm.rank)
+    shards[:, :width] = received.view(topology.experts, width)
+    return shards
+
+
 class KeptShards:
     """Fetches for one layer whose weights may stay from call to call until the optimizer changes them.
 
