@@ -43,11 +43,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 # Accepted names whose execution is not part of this version: refused by name, never silently ignored.
 _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
-    "policy": tuple(name for name in POLICIES if name not in ("megatron", "lrmoe")),
     "drop": ("auto",),
     "select_in": ("forward",),
     "storage": ("sharded",),
-    "lean_wire": (True,),
 }
 _UNSET_ONLY = ("memory_budget", "layer_budget", "max_added_variance")
 _INTEGERS = {
@@ -78,7 +76,10 @@ class LRMoEConfig:
     policy: str = field(default="lrmoe", metadata=_doc("Which system plans the layer call."))
     replica_slots: int = field(
         default=2,
-        metadata=_doc("Foreign expert copies a rank may hold during a call (this version places none)."),
+        metadata=_doc(
+            "Foreign expert copies a rank may hold during a call; their slots are shared by all layers, and weights "
+            "are fetched again in backward."
+        ),
     )
     max_drop: float = field(
         default=0.3,
@@ -156,7 +157,8 @@ class LRMoEConfig:
     lean_wire: bool | str = field(
         default="auto",
         metadata=_doc(
-            "One row per (token, rank) on the wire instead of one per pair; this version sends one per pair."
+            "One row per (token, rank) on the wire instead of one per pair. `auto`: on for expert parallelism unless "
+            "the router gradient is full."
         ),
     )
     warmup_steps: int = field(default=20, metadata=_doc("Exact optimizer steps at the start."))
@@ -185,6 +187,11 @@ class LRMoEConfig:
     def full_router_grad(self) -> bool:
         """Whether routing weights get the gradient of every pair, dropped ones included."""
         return self.router_grad == "full" or (self.router_grad == "auto" and self.estimator == "topk")
+
+    @property
+    def lean(self) -> bool:
+        """Whether tokens cross once per rank, where several ranks share the experts and no pair's output is kept."""
+        return self.lean_wire is not False
 
     @property
     def recompute(self) -> bool:
@@ -224,6 +231,8 @@ class LRMoEConfig:
     def _check_types(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
+            if name == "policy" and isinstance(value, str) and ":" in value:
+                continue  # "my_file.py:MyPolicy", loaded where a layer is built
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
                 raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
         for name, least in _INTEGERS.items():
@@ -260,8 +269,15 @@ class LRMoEConfig:
             raise ConfigError(
                 f"select_in='forward' with score={self.score!r}: only {', '.join(FORWARD_SCORES)} are known in forward"
             )
-        if self.policy == "megatron" and self.max_drop > 0:
-            raise ConfigError(f"max_drop={self.max_drop}: policy='megatron' drops nothing; valid: max_drop=0")
+        if self.policy in POLICIES and self.policy != "lrmoe" and self.max_drop > 0:
+            raise ConfigError(
+                f"max_drop={self.max_drop}: policy={self.policy!r} drops nothing; valid: max_drop=0"
+            )
+        if self.lean_wire is True and self.full_router_grad and self.max_drop > 0:
+            raise ConfigError(
+                "lean_wire=True: the full router gradient (estimator='topk', or router_grad='full') returns every "
+                "pair's output on its own; valid: 'auto', False"
+            )
         self._check_cooldown()
 
     def _check_cooldown(self) -> None:

@@ -72,7 +72,7 @@ def test_a_rank_whose_experts_keep_nothing(pool2: Pool, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("sizes", [[4, 4], [0, 8], [0, 0]], ids=str)
 def test_idle_ranks_under_pruning(pool2: Pool, sizes: list[int], estimator: str) -> None:
     case = case_on_first_rank(sum(sizes), torch.float64)
-    config = pruning(max_drop=0.5, estimator=estimator, router_grad="full")
+    config = pruning(max_drop=0.5, estimator=estimator, router_grad="full", replica_slots=0)
     found = spread(pool2, case, config, sizes=sizes)
     assert_result(found.result, case, keep_TK=spread_kept(pool2, case, config, sizes=sizes))
     assert list(found.records[0].backward_load_R)[1] == 0

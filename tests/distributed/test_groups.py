@@ -97,7 +97,10 @@ def test_sampling_over_two_ranks_is_unbiased(pool2: Pool, selection: str) -> Non
 def test_bytes_are_those_of_the_rows_that_leave(pool2: Pool) -> None:
     case = make_case(tokens=40, experts=4, top_k=2, hidden=16, dtype=torch.float32)
     sizes = [25, 15]
-    for config, share in ((exact(), 1.0), (pruning(max_drop=0.5, estimator="topk", router_grad="full"), 0.5)):
+    for config, share in (
+        (exact(replica_slots=0), 1.0),
+        (pruning(max_drop=0.5, estimator="topk", router_grad="full", replica_slots=0), 0.5),
+    ):
         found = spread(pool2, case, config, sizes=sizes)
         for rank, (begin, end) in enumerate(bounds_of(sizes)):
             away = int((case.ids[begin:end] // 2 != rank).sum())

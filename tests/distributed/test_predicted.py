@@ -17,13 +17,15 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_exact_call_is_predicted_to_the_byte(pool2: Pool, dtype: torch.dtype, activations: str) -> None:
     case = make_case(tokens=41, experts=8, top_k=3, dtype=dtype)
-    for record in spread(pool2, case, exact(activations=activations), sizes=[30, 11]).records:
+    for record in spread(
+        pool2, case, exact(activations=activations, replica_slots=0), sizes=[30, 11]
+    ).records:
         assert record.mem == record.mem_predicted
 
 
 def test_a_pruned_call_differs_only_by_which_source_keeps_how_many(pool2: Pool) -> None:
     case = make_case(tokens=300, experts=8, top_k=3)
-    for record in spread(pool2, case, pruning(max_drop=0.4)).records:
+    for record in spread(pool2, case, pruning(max_drop=0.4, replica_slots=0)).records:
         for part, size in record.mem.items():
             near = 0.1 if part == "backward" else 0.0
             assert record.mem_predicted[part] == pytest.approx(size, rel=near), part

@@ -123,7 +123,7 @@ def test_checkpointing(pool2: Pool, checkpoint: str) -> None:
 def test_overload_drops_the_fewest_and_only_on_the_loaded_rank(pool2: Pool) -> None:
     ids = torch.cat([torch.zeros(30, 1), torch.full((10, 1), 2)]).long()
     case = dataclasses.replace(make_case(tokens=40, experts=4, top_k=1), ids=ids)
-    config = pruning(max_drop=0.5, drop="overload")
+    config = pruning(max_drop=0.5, drop="overload", replica_slots=0)
     found = spread(pool2, case, config)
     assert found.quota_E == [20, 0, 10, 0]
     assert list(found.records[0].backward_load_R) == [20, 10]

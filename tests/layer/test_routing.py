@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from lrmoe.layer.routing import Layout, expert_order, sort_pairs, token_entries
+from lrmoe.layer.routing import (
+    Layout,
+    expert_order,
+    group_entries,
+    part_of_cells,
+    ranges,
+    sort_pairs,
+    token_entries,
+)
 
 
 def random_ids(tokens: int, slots: int, experts: int, seed: int = 0) -> torch.Tensor:
@@ -56,14 +64,39 @@ def test_received_rows_are_put_in_expert_then_source_order() -> None:
     assert expert_order(np.zeros((2, 2), dtype=np.int64)).tolist() == []
 
 
-def test_the_layouts_of_all_ranks_fit_together() -> None:
+@pytest.mark.parametrize("starts_R", [[0, 2, 4, 6, 8], [0, 0, 5, 8, 8]])
+def test_the_layouts_of_all_ranks_fit_together(starts_R: list[int]) -> None:
     rng = np.random.default_rng(0)
-    counts_RE = rng.integers(0, 5, (4, 8))
-    layouts = [Layout.build(counts_RE, rank, torch.device("cpu")) for rank in range(4)]
+    cells_RQ, starts = rng.integers(0, 5, (4, 8)), np.array(starts_R)
+    layouts = [Layout.build(cells_RQ, starts, rank, torch.device("cpu")) for rank in range(4)]
     for r, one in enumerate(layouts):
-        assert one.segments_L == counts_RE[:, 2 * r : 2 * r + 2].sum(axis=0).tolist()
-        assert one.received == sum(one.segments_L)
+        assert one.segments_S == cells_RQ[:, starts[r] : starts[r + 1]].sum(axis=0).tolist()
+        assert one.received == sum(one.segments_S)
         for s, other in enumerate(layouts):
             assert one.send_R[s] == other.receive_R[r]
         rows = torch.arange(one.received)
-        assert torch.equal(one.to_received(one.to_experts(rows)), rows)
+        assert torch.equal(one.to_received(one.to_seats(rows)), rows)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("starts_R", [[0, 2, 4, 6, 8], [0, 0, 5, 8, 8]])
+def test_parts_divide_every_rank_and_every_cell_evenly(parts: int, starts_R: list[int]) -> None:
+    rng, starts = np.random.default_rng(parts), np.array(starts_R)
+    cells_RQ = rng.integers(0, 30, (4, 8)) * (rng.random((4, 8)) < 0.6)
+    found = np.stack([part_of_cells(cells_RQ, starts, part, parts) for part in range(parts)])
+    assert np.array_equal(found.sum(axis=0), cells_RQ)
+    assert found.min() >= 0
+    assert (np.ptp(found, axis=0) <= 1).all()
+    rank_rows = np.stack([found[:, :, starts[r] : starts[r + 1]].sum(axis=(1, 2)) for r in range(4)])
+    assert (np.ptp(rank_rows, axis=1) <= 1).all()
+
+
+def test_ranges_are_laid_end_to_end() -> None:
+    assert ranges(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
+    assert ranges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)).tolist() == []
+
+
+def test_groups_keep_the_order_of_their_rows() -> None:
+    rows, ends = group_entries(torch.tensor([2, 0, 2, 3]), 5)
+    assert rows.tolist() == [1, 0, 2, 3]
+    assert ends.tolist() == [1, 1, 3, 4, 4]

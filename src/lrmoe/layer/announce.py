@@ -18,9 +18,11 @@ from lrmoe.distributed.header import Fault
 from lrmoe.errors import InputError, PlanError, RankError
 from lrmoe.layer.controller import Controller, Moment
 from lrmoe.layer.inputs import Inputs
-from lrmoe.layer.routing import home_only, sort_pairs
+from lrmoe.layer.past import PastCalls
+from lrmoe.layer.routing import sort_pairs
 from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
-from lrmoe.planning.problem import FloatArray, IntArray
+from lrmoe.planning.problem import FloatArray, History, IntArray
+from lrmoe.planning.seats import Seats, seats_of
 from lrmoe.telemetry import CallRecord, PhaseClock
 from lrmoe.telemetry.record import OpenCall
 
@@ -33,6 +35,7 @@ class Planned:
     """A call that has its plan: what a checkpoint recompute reuses."""
 
     plan: LayerPlan
+    seats: Seats
     moment: Moment | None
     open_call: OpenCall
 
@@ -50,6 +53,7 @@ class Announcer:
         hidden: int,
         width: int,
         activation: str,
+        homes: bool,
     ) -> None:
         self._config = config
         self._config_hash = zlib.crc32(repr(config).encode())
@@ -58,6 +62,8 @@ class Announcer:
         self._controller = controller
         self._hidden = hidden
         self._policy = get_policy(config.policy)
+        self._past = PastCalls(config.policy)
+        self._homes = homes
         self._met = False
         self._sizes = {
             "the number of experts": topology.experts,
@@ -85,18 +91,27 @@ class Announcer:
             header = self._header(inputs, moment, gradients, compute_dtype)
             counts_RE, score_mean_E = self._gather(header, counts_E)
             prune = moment is not None and moment.prune and gradients > 0
-            problem = make_problem(
-                self._config, counts_RE, self._topology, self._config.max_drop if prune else 0.0, score_mean_E
-            )
-            plan = self._policy(problem)
-            if not home_only(plan):
-                raise PlanError(
-                    f"policy={self._config.policy!r}: this version's runtime runs every expert at home"
-                )
+            plan = self._make_plan(counts_RE, self._config.max_drop if prune else 0.0, score_mean_E)
+            if moment is not None:
+                self._past.add(plan)
         open_call = OpenCall(record=self._record(plan, moment, inputs), clock=clock)
         ints = met + Header.WIDTH + self._topology.experts + self._topology.experts_per_rank
         open_call.sent("plan", (self._comm.size - 1) * ints * 8)
-        return Planned(plan=plan, moment=moment, open_call=open_call), order
+        seats = seats_of(plan, homes=self._homes)
+        return Planned(plan=plan, seats=seats, moment=moment, open_call=open_call), order
+
+    def _make_plan(self, counts_RE: IntArray, max_drop: float, score_mean_E: FloatArray | None) -> LayerPlan:
+        history = self._past.history()
+        problem = make_problem(
+            self._config, counts_RE, self._topology, max_drop, score_mean_E, history=history
+        )
+        plan = self._policy(problem)
+        if plan.overflow_RE is not None and plan.overflow_RE.any():
+            raise PlanError(
+                f"policy={self._config.policy!r} leaves {int(plan.overflow_RE.sum())} pairs out of the forward "
+                "(capacity drop): the runtime computes every pair; valid: a policy without a capacity factor"
+            )
+        return plan
 
     def report(self, error: Exception, weight: object) -> None:
         """Tell the other ranks that this one cannot make the call; they raise, and so does the caller."""
@@ -168,6 +183,8 @@ class Announcer:
             forward_load_R=plan.forward_load_R.tolist(),
             backward_load_R=plan.backward_load_R.tolist(),
             rows_forward_local=int(plan.forward_load_R[self._comm.rank]),
+            chunks=max(plan.forward_chunks, plan.backward_chunks),
+            replicas_R=plan.replicas_R.tolist(),
             counts_RE=plan.counts_RE,
         )
 
@@ -178,11 +195,15 @@ def make_problem(
     topology: Topology,
     max_drop: float,
     score_mean_E: FloatArray | None,
+    *,
+    history: History | None = None,
 ) -> Problem:
     """The planning problem of a call. Score history serves `sampled` only: its optimum is one sampling constant."""
     return Problem(
         counts_RE=counts_RE,
         topology=topology,
+        slots=min(config.replica_slots, topology.experts - topology.experts_per_rank),
+        history=history,
         max_drop=max_drop,
         drop=config.drop,
         min_keep=config.min_keep,

@@ -3,8 +3,8 @@
 Only kept rows are packed, sent, multiplied and returned. Gradient rows travel unscaled, with routing weight times 1/pi
 beside them (4 bytes), so that the expert's rank can also give the routing weight's gradient: <g, y> = <g Wd, phi>.
 
-Shape letters: T tokens, K slots, H hidden, N pairs of this source, M rows received, L local experts, R ranks; P kept
-pairs of this source, Q kept rows at this home.
+Shape letters: T tokens, K slots, H hidden, N pairs of this source, R ranks, S seats of this rank; P kept pairs of this
+source and Q kept pairs at this rank's seats, of the whole call or of one part of it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lrmoe.layer.call import Call, Walked, send_back
-from lrmoe.layer.experts import Needs, Rows, Weights, experts_backward, scratch
-from lrmoe.layer.pruning import Kept, keep_all, select_pairs
-from lrmoe.layer.routing import Layout, token_entries
-from lrmoe.ops import combine, gather_rows
+from lrmoe.layer.call import Call
+from lrmoe.layer.experts import Needs, Rows, WeightGrads, Weights, experts_backward, scratch
+from lrmoe.layer.forward import Walked
+from lrmoe.layer.pruning import select_pairs
+from lrmoe.layer.reroute import Route, reroute
+from lrmoe.layer.routing import Layout
+from lrmoe.layer.wire import Arrival, return_rows, send_back, send_rows, sum_by_token
+from lrmoe.planning.problem import IntArray
 
 _DOT_ROWS = 4096  # rows per block of the full routing-weight gradient
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gradients:
-    """Gradients of one call; None where not asked for. Input in the compute dtype, weights likewise."""
+    """Gradients of one call; None where not asked for. Input in the compute dtype."""
 
     x_TH: Tensor | None
     alpha_TK: Tensor | None
@@ -43,101 +46,239 @@ class Wanted:
     down: bool
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Back:
+    """What the parts of a backward share.
+
+    Attributes:
+        walked: what forward left. x_TH: the layer's input in the compute dtype, where inputs travel again.
+        g_TH: gradient at the output. order_N: flat pair ids by expert.
+        scale_N: routing weight times 1/pi, weight_N: 1/pi or None for 1; both by expert.
+    """
+
+    call: Call
+    walked: Walked
+    route: Route
+    weights: Weights
+    grads: WeightGrads
+    add: bool
+    x_TH: Tensor | None
+    g_TH: Tensor
+    alpha_TK: Tensor
+    order_N: Tensor
+    scale_N: Tensor
+    weight_N: Tensor | None
+    wanted: Wanted
+
+    def source(self, at: Tensor | None) -> Tensor | None:
+        """Positions, among this source's pairs by expert, of the kept pairs at positions of the order of sending."""
+        source_P = self.route.source_P
+        return at if source_P is None else source_P if at is None else source_P[at]
+
+
 def walk_backward(
     call: Call,
     walked: Walked,
     g_TH: Tensor,
+    x_TH: Tensor | None,
     alpha_TK: Tensor,
     order_N: Tensor,
-    weights: Weights,
+    gate_up: Tensor,
+    down: Tensor,
     wanted: Wanted,
 ) -> Gradients:
     """Backward of one call from the gradient at its output.
 
     Args:
         walked: what forward left.
-        g_TH: gradient at the output, any strides, compute dtype.
-        alpha_TK: routing weights; order_N: flat pair ids in the order of sending.
+        g_TH: gradient at the output, any strides, compute dtype. x_TH: the layer's input, where it may travel again.
+        alpha_TK: routing weights; order_N: flat pair ids by expert.
     """
-    clock = call.open_call.clock
+    clock, lease = call.open_call.clock, call.storage.borrow(call, gate_up, down)
     alpha_N = alpha_TK.reshape(-1)[order_N]
+    weight_N = select_pairs(call, g_TH, alpha_N, order_N, walked.phi_norm_N) if call.scored else None
     with clock.phase("reroute"):
-        layout = Layout.build(call.plan.counts_RE, call.comm.rank, g_TH.device)
-    if call.scored:
-        kept = select_pairs(call, g_TH, alpha_N, order_N, walked.phi_norm_N, layout)
-    else:
-        kept = keep_all(order_N, layout)
-    alpha_P = alpha_N if kept.source_P is None else alpha_N[kept.source_P]
-    scale_P = alpha_P.to(call.scale_dtype())
-    scale_P = scale_P if kept.weight_P is None else scale_P * kept.weight_P
-    g, scale_Q = _exchange(call, g_TH, kept, scale_P)
-    dx_Q = scratch.take("dx", (kept.layout.received, g_TH.shape[1]), g_TH) if wanted.x else None
-    with clock.phase("experts_backward"):
-        grads = experts_backward(
-            weights, _inputs(call, walked, kept, layout), _stash(walked, kept), g, scale_Q, kept.layout.segments_L,
-            dx=dx_Q, dx_index=kept.layout.row_M, needs=Needs(x=wanted.x, gate_up=wanted.gate_up, down=wanted.down),
-        )  # fmt: skip
-    call.open_call.ledger.add("backward", dx_Q)
+        route = reroute(call, walked.place_N, weight_N, g_TH.device)
+    scale_N = alpha_N.to(call.scale_dtype())
+    weights, parts = lease(), call.plan.backward_chunks
+    add = parts > 1 or (route.carried and not route.all_carried)
+    back = Back(
+        call=call,
+        walked=walked,
+        route=route,
+        weights=weights,
+        grads=_gradient_buffers(call, weights, wanted, add),
+        add=add,
+        x_TH=x_TH,
+        g_TH=g_TH,
+        alpha_TK=alpha_TK,
+        order_N=order_N,
+        scale_N=scale_N if weight_N is None else scale_N * weight_N,
+        weight_N=weight_N,
+        wanted=wanted,
+    )
+    x_grad, alpha_grad = _in_parts(back, parts)
+    if wanted.alpha and walked.y_NH is not None:
+        with clock.phase("return"):
+            alpha_grad = _full_alpha(back)
+    d_gate_up, d_down = call.storage.give_back(call, back.grads)
+    return Gradients(x_TH=x_grad, alpha_TK=alpha_grad, gate_up=d_gate_up, down=d_down)
+
+
+def _gradient_buffers(call: Call, weights: Weights, wanted: Wanted, add: bool) -> WeightGrads:
+    """Sums of many parts, and what is added at home, in at least fp32; a single product has the compute dtype."""
+    wide = call.scale_dtype()
+    grads = WeightGrads.like(
+        weights,
+        Needs(gate_up=wanted.gate_up, down=wanted.down),
+        home=wide if call.plan.backward_chunks > 1 else call.compute_dtype,
+        slots=wide,
+        zero=add,
+    )
     call.open_call.ledger.add("grads", grads.gate_up, grads.down)
-    call.open_call.record.rows_backward_local = kept.layout.received
+    call.open_call.ledger.add("replicas", grads.slot_gate_up, grads.slot_down)
+    return grads
+
+
+def _in_parts(back: Back, parts: int) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the input (T, H) and of the routing weights (T, K), a part of every rank's rows at a time."""
+    call, device = back.call, back.g_TH.device
+    starts_R, rank = back.route.starts_R, call.comm.rank
+    retained = back.wanted.alpha and back.walked.y_NH is None
+    alpha = torch.zeros(back.alpha_TK.numel(), dtype=back.scale_N.dtype, device=device) if retained else None
+    total: Tensor | None = None
+    for number in range(parts):
+        with call.open_call.clock.phase("reroute"):
+            cells_RV, at = back.route.part(rank, number, parts, device)
+            layout = Layout.build(cells_RV, starts_R, rank, device)
+        x_grad = _part(back, layout, cells_RV, at, alpha)
+        call.open_call.record.rows_backward_local += layout.received
+        if x_grad is not None and parts > 1:
+            x_grad = x_grad.to(call.scale_dtype()) if total is None else total.add_(x_grad)
+        total = x_grad
+    x_TH = None if total is None else total.to(call.compute_dtype)
+    return x_TH, None if alpha is None else alpha.view(back.alpha_TK.shape)
+
+
+def _part(
+    back: Back, layout: Layout, cells_RV: IntArray, at: Tensor | None, alpha: Tensor | None
+) -> Tensor | None:
+    """One part: gradients of its pairs into the weights' buffers and `alpha`; returns the input's gradient (T, H)."""
+    call, clock, route = back.call, back.call.open_call.clock, back.route
+    source_P = back.source(at)
+    pair_P = back.order_N if source_P is None else back.order_N[source_P]
+    columns = [back.scale_N if source_P is None else back.scale_N[source_P]]
+    if route.position_P is not None:
+        columns.append(route.position_P if at is None else route.position_P[at])
+    token_P = pair_P // max(call.slots, 1)
+    g = send_rows(call, layout, back.g_TH, token_P, columns, pack="pack", travel="exchange", part="backward")
+    x_carried = _carried_inputs(back, layout, cells_RV, token_P)
+    dx_QH = scratch.take("dx", (layout.received, back.g_TH.shape[1]), back.g_TH) if back.wanted.x else None
+    with clock.phase("experts_backward"):
+        dot_Q = _experts(back, layout, g, x_carried, token_P, dx_QH)
+    call.open_call.ledger.add("backward", dx_QH)
     with clock.phase("return"):
-        x_TH = _return_input(call, dx_Q, kept, alpha_TK)
-        alpha = (
-            _return_alpha(call, walked, g_TH, grads.dot_M, kept, alpha_TK, order_N) if wanted.alpha else None
-        )
-    return Gradients(x_TH=x_TH, alpha_TK=alpha, gate_up=grads.gate_up, down=grads.down)
+        x_grad = None
+        if dx_QH is not None:
+            rows = return_rows(call, g, dx_QH, None, "return")
+            x_grad = sum_by_token(g, rows, pair_P, back.alpha_TK.shape, None)
+            call.open_call.ledger.add("backward", rows)
+        if alpha is not None:
+            dot_P = send_back(call, layout.to_received(dot_Q), layout, "return")
+            alpha[pair_P] = dot_P if back.weight_N is None else dot_P * back.weight_N[_all(source_P)]
+    return x_grad
 
 
-def _exchange(call: Call, g_TH: Tensor, kept: Kept, scale_P: Tensor) -> tuple[Rows, Tensor]:
-    """Kept gradient rows and their scales at the experts' rank, scales in (expert, source) order."""
-    token_P = kept.pair_P // max(call.slots, 1)
-    if call.comm.size == 1:
-        return Rows(source=g_TH, index_M=token_P), scale_P
-    clock, layout, open_call = call.open_call.clock, kept.layout, call.open_call
-    with clock.phase("pack"):
-        send = gather_rows(g_TH, token_P, out=scratch.take("send", (len(token_P), g_TH.shape[1]), g_TH))
-    with clock.phase("exchange"):
-        rows = call.comm.all_to_all(send, layout.send_R, layout.receive_R)
-        scale_Q = call.comm.all_to_all(scale_P, layout.send_R, layout.receive_R)
-    for sent in (send, scale_P):
-        open_call.sent("exchange", call.comm.sent_bytes(sent, layout.send_R))
-    open_call.ledger.add("backward", send, rows)
-    return Rows(source=rows, index_M=layout.row_M), layout.to_experts(scale_Q)
+def _all(index: Tensor | None) -> Tensor | slice:
+    return slice(None) if index is None else index
 
 
-def _inputs(call: Call, walked: Walked, kept: Kept, layout: Layout) -> Rows:
-    """The kept rows' inputs where they lie: the layer's input on one rank, the received rows on several."""
-    if call.comm.size == 1:
-        return Rows(source=walked.x, index_M=kept.pair_P // max(call.slots, 1))
-    assert layout.row_M is not None, "several ranks have a received order"
-    return Rows(source=walked.x, index_M=layout.row_M if kept.home_Q is None else layout.row_M[kept.home_Q])
-
-
-def _stash(walked: Walked, kept: Kept) -> Rows | None:
-    return None if walked.h_M2I is None else Rows(source=walked.h_M2I, index_M=kept.home_Q)
-
-
-def _return_input(call: Call, dx_Q: Tensor | None, kept: Kept, alpha_TK: Tensor) -> Tensor | None:
-    """Input gradient per token: the sum over its kept pairs, in slot order."""
-    if dx_Q is None:
+def _carried_inputs(back: Back, layout: Layout, cells_RV: IntArray, token_P: Tensor) -> Rows | None:
+    """Input rows of the pairs that carry them, in (seat, source) order at this rank's seats."""
+    call, route = back.call, back.route
+    if not route.carried:
         return None
-    rows = send_back(call, dx_Q, kept.layout, "return")
-    call.open_call.ledger.add("backward", rows)
-    entries = token_entries(kept.pair_P, alpha_TK.shape[0], call.slots)
-    return combine(rows, entries.row_N, entries.ends_T)
+    assert back.x_TH is not None, "inputs that may travel again are kept"
+    if not route.all_carried:
+        carried_RV, mine_P = _only_carried(call, route, cells_RV)
+        layout = Layout.build(carried_RV, route.starts_R, call.comm.rank, token_P.device)
+        token_P = token_P[mine_P.to(token_P.device)]
+    arrival = send_rows(
+        call, layout, back.x_TH, token_P, [], pack="pack", travel="exchange", part="backward", buffer="inputs"
+    )
+    return arrival.rows
 
 
-def _return_alpha(
-    call: Call, walked: Walked, g_TH: Tensor, dot_Q: Tensor, kept: Kept, alpha_TK: Tensor, order_N: Tensor
+def _only_carried(call: Call, route: Route, cells_RV: IntArray) -> tuple[IntArray, Tensor]:
+    """Cells of pairs that carry their input, and which of this source's pairs they are, bool (P,)."""
+    carry_V = torch.zeros(cells_RV.shape[1], dtype=torch.bool)
+    for rank in range(call.comm.size):
+        begin, end = int(route.starts_R[rank]), int(route.starts_R[rank + 1])
+        carry_V[(begin + end) // 2 : end] = True
+    mine_V = torch.from_numpy(cells_RV[call.comm.rank])
+    return cells_RV * carry_V.numpy(), carry_V.repeat_interleave(mine_V)
+
+
+def _experts(
+    back: Back, layout: Layout, g: Arrival, x_carried: Rows | None, token_P: Tensor, dx_QH: Tensor | None
 ) -> Tensor:
-    """Gradient of the routing weights: re-weighted of kept pairs, or of every pair from the kept outputs."""
-    grad = torch.zeros(alpha_TK.numel(), dtype=dot_Q.dtype, device=g_TH.device)
-    if walked.y_NH is not None:
-        grad[order_N] = _full_dot(g_TH, walked.y_NH, order_N // max(call.slots, 1), dot_Q.dtype)
+    """Experts' backward at this rank's seats, of pairs that stayed, then of those that carried their input: dots (Q,)."""
+    seats = len(layout.segments_S) // 2
+    staying, dots = sum(layout.segments_S[:seats]), []
+    if not back.route.all_carried:
+        x, h = _kept_inputs(back, g, token_P, staying)
+        dots.append(_run(back, g, x, h, layout.segments_S[:seats], slice(0, staying), dx_QH))
+    if x_carried is not None:
+        at = slice(staying, layout.received)
+        dots.append(_run(back, g, x_carried, None, layout.segments_S[seats:], at, dx_QH))
+    return dots[0] if len(dots) == 1 else torch.cat(dots)
+
+
+def _run(
+    back: Back, g: Arrival, x: Rows, h: Rows | None, counts: list[int], at: slice, dx_QH: Tensor | None
+) -> Tensor:
+    index = None if g.out_index is None else g.out_index[at]
+    out = dx_QH if dx_QH is None or index is not None else dx_QH[at]
+    return experts_backward(
+        back.weights, x, h, g.rows.part(at), g.columns[0][at], counts, dx=out, dx_index=index,
+        grads=back.grads, add=back.add,
+    )  # fmt: skip
+
+
+def _kept_inputs(back: Back, g: Arrival, token_P: Tensor, staying: int) -> tuple[Rows, Rows | None]:
+    """Inputs and stashed first projections of the pairs that stayed, where forward left them."""
+    walked, call = back.walked, back.call
+    assert walked.x is not None, "rows that stayed were kept"
+    received = g.columns[1][:staying].long() if back.route.position_P is not None else None
+    if call.comm.size == 1:
+        x, at = Rows(source=walked.x, index_M=token_P), received
     else:
-        dot_P = send_back(call, kept.layout.to_received(dot_Q), kept.layout, "return")
-        grad[kept.pair_P] = dot_P if kept.weight_P is None else dot_P * kept.weight_P
-    return grad.view(alpha_TK.shape)
+        seats = call.seats
+        row_M = Layout.build(seats.assign_RQ, seats.starts_R, call.comm.rank, token_P.device).row_M
+        assert row_M is not None, "several ranks have a received order"
+        at = None if received is None else _inverse(row_M)[received]
+        if walked.index_M is None:
+            index = row_M if received is None else received
+        else:
+            index = walked.index_M if at is None else walked.index_M[at]
+        x = Rows(source=walked.x, index_M=index)
+    return x, None if walked.h_M2I is None else Rows(source=walked.h_M2I, index_M=at)
+
+
+def _inverse(order_M: Tensor) -> Tensor:
+    found = torch.empty_like(order_M)
+    found[order_M] = torch.arange(order_M.shape[0], device=order_M.device)
+    return found
+
+
+def _full_alpha(back: Back) -> Tensor:
+    """Gradient of every pair's routing weight from the kept outputs, (T, K)."""
+    y_NH, place_N = back.walked.y_NH, back.walked.place_N
+    assert y_NH is not None, "outputs were kept"
+    pair_N = back.order_N if place_N is None else back.order_N[place_N]
+    grad = torch.zeros(back.alpha_TK.numel(), dtype=back.scale_N.dtype, device=y_NH.device)
+    grad[pair_N] = _full_dot(back.g_TH, y_NH, pair_N // max(back.call.slots, 1), grad.dtype)
+    return grad.view(back.alpha_TK.shape)
 
 
 def _full_dot(g_TH: Tensor, y_NH: Tensor, token_N: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,10 @@
-"""Forward and backward of the experts homed on this rank, over rows gathered by index.
+"""Forward and backward of the experts seated on this rank, over rows gathered by index.
 
-Rows are taken a few experts at a time, so that what lies between two products stays in cache (and scratch stays
-small); an expert's rows are never split, so every weight gradient is one product.
+Rows are taken a few seats at a time, so that what lies between two products stays in cache (and scratch stays small);
+a seat's rows are never split, so every weight gradient is one product in a call that runs in one part.
 
-Shape letters: L local experts, H hidden, I expert width, M rows in (expert, source) order, S rows of a source buffer.
+Shape letters: L seats of home experts, F foreign seats, H hidden, I expert width, M rows in (seat, source) order, N
+rows of a source buffer.
 """
 
 from __future__ import annotations
@@ -39,15 +40,75 @@ def release_scratch() -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """Weights of the local experts in the compute dtype.
+    """Weights of this rank's seats in the compute dtype.
 
     Attributes:
         gate_up: (L, 2I, H), gate first; down: (L, H, I); activation: a name of ops.ACTIVATIONS.
+        slot_gate_up, slot_down: the same of foreign seats (F first), or None where there is none.
     """
 
     gate_up: Tensor
     down: Tensor
     activation: str
+    slot_gate_up: Tensor | None = None
+    slot_down: Tensor | None = None
+
+    @property
+    def homes(self) -> int:
+        """L, the seats before the foreign ones."""
+        return self.gate_up.shape[0]
+
+    def of(self, seats: slice) -> tuple[Tensor, Tensor]:
+        """gate_up and down of consecutive seats, all of them home seats or all foreign."""
+        if seats.start < self.homes:
+            return self.gate_up[seats], self.down[seats]
+        assert self.slot_gate_up is not None, "foreign seats have slots"
+        assert self.slot_down is not None, "foreign seats have slots"
+        slots = slice(seats.start - self.homes, seats.stop - self.homes)
+        return self.slot_gate_up[slots], self.slot_down[slots]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Which weights need gradients."""
+
+    gate_up: bool
+    down: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightGrads:
+    """Gradients of this rank's seats, shaped as in Weights; None where not asked for (and without foreign seats)."""
+
+    gate_up: Tensor | None
+    down: Tensor | None
+    slot_gate_up: Tensor | None = None
+    slot_down: Tensor | None = None
+
+    @classmethod
+    def like(
+        cls, weights: Weights, needs: Needs, *, home: torch.dtype, slots: torch.dtype, zero: bool
+    ) -> WeightGrads:
+        """Buffers for the gradients in the given dtypes: zeros to add to, or uninitialised."""
+
+        def buffer(tensor: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor | None:
+            if tensor is None or not needed:
+                return None
+            return torch.zeros_like(tensor, dtype=dtype) if zero else torch.empty_like(tensor, dtype=dtype)
+
+        return cls(
+            gate_up=buffer(weights.gate_up, needs.gate_up, home),
+            down=buffer(weights.down, needs.down, home),
+            slot_gate_up=buffer(weights.slot_gate_up, needs.gate_up, slots),
+            slot_down=buffer(weights.slot_down, needs.down, slots),
+        )
+
+    def of(self, seats: slice, homes: int) -> tuple[Tensor | None, Tensor | None]:
+        """Buffers of consecutive seats, all of them home seats or all foreign."""
+        foreign = seats.start >= homes
+        pair = (self.slot_gate_up, self.slot_down) if foreign else (self.gate_up, self.down)
+        at = slice(seats.start - homes, seats.stop - homes) if foreign else seats
+        return tuple(None if tensor is None else tensor[at] for tensor in pair)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,16 +129,25 @@ class Rows:
         out = scratch.take(name, (end - begin, self.source.shape[1]), self.source)
         return gather_rows(self.source, self.index_M[begin:end], out=out)
 
+    def part(self, rows: slice) -> Rows:
+        """Some consecutive rows."""
+        if self.index_M is None:
+            return Rows(source=self.source[rows], index_M=None)
+        return Rows(source=self.source, index_M=self.index_M[rows])
 
-def blocks(counts: Sequence[int], device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Cut experts into runs of at least _BLOCK_ROWS rows (all at once on CUDA): (experts, rows) of each run."""
+
+def blocks(counts: Sequence[int], homes: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Cut seats into runs of at least _BLOCK_ROWS rows (all at once on CUDA): (seats, rows) of each run.
+
+    No run holds home and foreign seats, whose weights lie in different buffers.
+    """
     limit = _BLOCK_ROWS if device.type == "cpu" else sum(counts) + 1
     first = begin = end = 0
-    for expert, count in enumerate(counts):
+    for seat, count in enumerate(counts):
         end += count
-        if end - begin >= limit or expert == len(counts) - 1:
-            yield slice(first, expert + 1), slice(begin, end)
-            first, begin = expert + 1, end
+        if end - begin >= limit or seat in (homes - 1, len(counts) - 1):
+            yield slice(first, seat + 1), slice(begin, end)
+            first, begin = seat + 1, end
 
 
 def experts_forward(
@@ -93,8 +163,8 @@ def experts_forward(
     """Run every row through its expert.
 
     Args:
-        x: input rows, (expert, source) order, width H.
-        counts: rows of each local expert.
+        x: input rows, (seat, source) order, width H.
+        counts: rows of each seat.
         out: (M, H), filled: row i goes to `out[out_index[i]]`, or `out[i]` without an index.
         stash: keep the first projection's output for backward.
         norms: keep the norm of each row of the second projection's input.
@@ -105,42 +175,18 @@ def experts_forward(
     rows, width = sum(counts), weights.gate_up.shape[1]
     h_M2I = weights.gate_up.new_empty((rows, width)) if stash else None
     norm_M = torch.empty(rows, dtype=torch.float32, device=out.device) if norms else None
-    for experts, at in blocks(counts, out.device):
-        size, part = at.stop - at.start, counts[experts]
+    for seats, at in blocks(counts, weights.homes, out.device):
+        size, part, (gate_up, down) = at.stop - at.start, counts[seats], weights.of(seats)
         h = scratch.take("h", (size, width), out) if h_M2I is None else h_M2I[at]
-        grouped_mm(x.take("x", at.start, at.stop), weights.gate_up[experts], part, out=h)
+        grouped_mm(x.take("x", at.start, at.stop), gate_up, part, out=h)
         phi = gated_activation(h, weights.activation, out=scratch.take("phi", (size, width // 2), out))
         if norm_M is not None:
             norm_M[at] = row_norms(phi)
         y = out[at] if out_index is None else scratch.take("y", (size, out.shape[1]), out)
-        grouped_mm(phi, weights.down[experts], part, out=y)
+        grouped_mm(phi, down, part, out=y)
         if out_index is not None:
             place_rows(out, out_index[at], y)
     return h_M2I, norm_M
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ExpertGrads:
-    """Gradients of the local experts' rows and weights; None where not asked for.
-
-    Attributes:
-        dx: (M, H), placed as asked; dot_M: (M,) <gradient, expert output> of each row before scaling;
-        gate_up, down: in the compute dtype, exact zeros for experts without rows.
-    """
-
-    dx: Tensor | None
-    dot_M: Tensor
-    gate_up: Tensor | None
-    down: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Which gradients backward must make."""
-
-    x: bool
-    gate_up: bool
-    down: bool
 
 
 def experts_backward(
@@ -153,39 +199,42 @@ def experts_backward(
     *,
     dx: Tensor | None,
     dx_index: Tensor | None,
-    needs: Needs,
-) -> ExpertGrads:
+    grads: WeightGrads,
+    add: bool = False,
+) -> Tensor:
     """Backward of kept rows only.
 
     Args:
         x: their inputs (width H); h: their stashed first projection (width 2I), or None to compute it again.
         g: their upstream gradients, unscaled (width H).
         scale_M: (M,) factor of each row's gradient: routing weight times 1/pi.
-        counts: kept rows of each local expert.
+        counts: kept rows of each seat.
         dx: (M, H) buffer for input gradients, filled as `out` in forward.
+        grads: weight gradients, written (exact zeros for seats without rows), or added to with `add`.
+
+    Returns:
+        (M,) <gradient, expert output> of each row before scaling.
     """
-    rows = sum(counts)
-    dot_M = scale_M.new_empty(rows)
-    d_gate_up = torch.empty_like(weights.gate_up) if needs.gate_up else None
-    d_down = torch.empty_like(weights.down) if needs.down else None
-    for experts, at in blocks(counts, scale_M.device):
-        part = counts[experts]
+    dot_M = scale_M.new_empty(sum(counts))
+    for seats, at in blocks(counts, weights.homes, scale_M.device):
+        part, (gate_up, down) = counts[seats], weights.of(seats)
+        d_gate_up, d_down = grads.of(seats, weights.homes)
         g_rows, scale, early = _prescaled(g.take("g", at.start, at.stop), scale_M[at])
-        x_rows = x.take("x", at.start, at.stop) if needs.gate_up or h is None else None
-        h_rows = _hidden(weights, x_rows, h, experts, at, part)
-        dphi = scratch.take("dphi", (g_rows.shape[0], weights.down.shape[2]), g_rows)
-        grouped_mm_input(g_rows, weights.down[experts], part, out=dphi)
+        x_rows = x.take("x", at.start, at.stop) if d_gate_up is not None or h is None else None
+        h_rows = _hidden(gate_up, x_rows, h, at, part)
+        dphi = scratch.take("dphi", (g_rows.shape[0], down.shape[2]), g_rows)
+        grouped_mm_input(g_rows, down, part, out=dphi)
         dh, phi, dot = gated_activation_backward(
             dphi, h_rows, scale, weights.activation, out=scratch.take("dh", tuple(h_rows.shape), h_rows)
         )
         dot_M[at] = dot if early is None else dot / early
         if d_down is not None:
-            grouped_mm_weight(g_rows, phi, part, out=d_down[experts])
+            grouped_mm_weight(g_rows, phi, part, out=d_down, add=add)
         if d_gate_up is not None and x_rows is not None:
-            grouped_mm_weight(dh, x_rows, part, out=d_gate_up[experts])
+            grouped_mm_weight(dh, x_rows, part, out=d_gate_up, add=add)
         if dx is not None:
-            _input_gradient(dh, weights.gate_up[experts], part, dx, dx_index, at)
-    return ExpertGrads(dx=dx, dot_M=dot_M, gate_up=d_gate_up, down=d_down)
+            _input_gradient(dh, gate_up, part, dx, dx_index, at)
+    return dot_M
 
 
 def _prescaled(g_rows: Tensor, scale_M: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -201,14 +250,12 @@ def _prescaled(g_rows: Tensor, scale_M: Tensor) -> tuple[Tensor, Tensor, Tensor 
     return (g_rows * early.unsqueeze(1)).to(torch.float16), scale_M / early, early
 
 
-def _hidden(
-    weights: Weights, x_rows: Tensor | None, h: Rows | None, experts: slice, at: slice, part: Sequence[int]
-) -> Tensor:
+def _hidden(gate_up: Tensor, x_rows: Tensor | None, h: Rows | None, at: slice, part: Sequence[int]) -> Tensor:
     if h is not None:
         return h.take("h", at.start, at.stop)
     assert x_rows is not None, "recomputing needs the inputs"
-    out = scratch.take("h", (x_rows.shape[0], weights.gate_up.shape[1]), x_rows)
-    return grouped_mm(x_rows, weights.gate_up[experts], part, out=out)
+    out = scratch.take("h", (x_rows.shape[0], gate_up.shape[1]), x_rows)
+    return grouped_mm(x_rows, gate_up, part, out=out)
 
 
 def _input_gradient(

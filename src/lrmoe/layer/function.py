@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lrmoe.layer.backward import Wanted, walk_backward
-from lrmoe.layer.call import Call, Walked, walk_forward
-from lrmoe.layer.routing import Routing
+from lrmoe.layer.call import Call
+from lrmoe.layer.forward import Walked, walk_forward
 
 
 class MoEFunction(torch.autograd.Function):
@@ -27,9 +27,11 @@ class MoEFunction(torch.autograd.Function):
         with torch.autocast(x_TH.device.type, enabled=False):
             walked = run_forward(call, order_N, x_TH, alpha_TK, gate_up, down)
         ctx.call = call
+        again = x_TH if call.carries else None  # an input that backward may send once more
         ctx.save_for_backward(
-            order_N, alpha_TK, gate_up, down, walked.x, walked.h_M2I, walked.phi_norm_N, walked.y_NH
-        )
+            order_N, alpha_TK, gate_up, down, again, walked.place_N, walked.x, walked.index_M, walked.h_M2I,
+            walked.phi_norm_N, walked.y_NH,
+        )  # fmt: skip
         ctx.dtypes = (x_TH.dtype, alpha_TK.dtype, gate_up.dtype, down.dtype)
         return walked.out_TH.to(x_TH.dtype)
 
@@ -37,18 +39,20 @@ class MoEFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call.repeated() if ctx.call.open_call.finished else ctx.call
-        order_N, alpha_TK, gate_up, down, x, h, norm, y = ctx.saved_tensors
+        order_N, alpha_TK, gate_up, down, again, place, x, index, h, norm, y = ctx.saved_tensors
         _, _, *needed = ctx.needs_input_grad
         wanted = Wanted(x=needed[0], alpha=needed[1], gate_up=needed[2], down=needed[3])
         call.open_call.ledger.seal()
         with torch.autocast(grad_TH.device.type, enabled=False):
             grads = walk_backward(
                 call,
-                Walked(out_TH=grad_TH, x=x, h_M2I=h, phi_norm_N=norm, y_NH=y),
+                Walked(out_TH=grad_TH, place_N=place, x=x, index_M=index, h_M2I=h, phi_norm_N=norm, y_NH=y),
                 call.cast(grad_TH),
+                None if again is None else call.cast(again),
                 alpha_TK,
                 order_N,
-                call.weights(gate_up, down),
+                gate_up,
+                down,
                 wanted,
             )
         if call.moment is not None and not call.open_call.repeated:
@@ -65,5 +69,4 @@ def run_forward(
     call: Call, order_N: Tensor, x_TH: Tensor, alpha_TK: Tensor, gate_up: Tensor, down: Tensor
 ) -> Walked:
     """Forward without a graph; the caller turns gradients and autocast off."""
-    routing = Routing.build(order_N, order_N.shape[0], (x_TH.shape[0], call.slots))
-    return walk_forward(call, call.cast(x_TH), alpha_TK, routing, call.weights(gate_up, down))
+    return walk_forward(call, call.cast(x_TH), alpha_TK, order_N, gate_up, down)

@@ -18,6 +18,7 @@ from lrmoe.layer.function import MoEFunction, run_forward
 from lrmoe.layer.inputs import Inputs, LayerShape, check_inputs
 from lrmoe.layer.replay import FirstForward, ReplayStore, draw_token, inside_backward, may_recompute
 from lrmoe.layer.routing import sort_pairs
+from lrmoe.layer.weights import Owned, Storage
 from lrmoe.ops import ACTIVATIONS
 from lrmoe.planning import Execution, ExpertShape, Topology, predict_bytes
 from lrmoe.telemetry import CallRecord, Telemetry
@@ -75,6 +76,7 @@ class MoELayer:
         self.layer = layer
         self.clock = StepClock() if clock is None else clock
         self.telemetry = Telemetry() if telemetry is None else telemetry
+        self.storage: Storage = Owned()
         self.controller = Controller(config=config, clock=self.clock, layer=layer, experts=local)
         self._replay = ReplayStore()
         self._announcer = Announcer(
@@ -85,6 +87,7 @@ class MoELayer:
             hidden=hidden_size,
             width=intermediate_size,
             activation=activation,
+            homes=self.storage.homes,
         )
         self._last: OpenCall | None = None
         self.clock.watch(self)
@@ -176,7 +179,9 @@ class MoELayer:
             comm=self.comm,
             controller=self.controller,
             telemetry=self.telemetry,
+            storage=self.storage,
             plan=planned.plan,
+            seats=planned.seats,
             moment=planned.moment,
             open_call=planned.open_call,
             activation=self.activation,
@@ -206,7 +211,7 @@ class MoELayer:
         )
         run = Execution(
             differentiable=call.differentiable,
-            stash=call.stash,
+            stash=call.keeps_rows,
             norms=call.scored and self.config.needs_phi,
             input_gradient=inputs.x_TH.requires_grad,
             weight_gradient=gate_up.requires_grad,

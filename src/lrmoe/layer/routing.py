@@ -1,10 +1,11 @@
 """Order of pairs on the token's rank and of rows on the expert's rank.
 
-A pair is one (token, slot); its flat id is token * K + slot. On the token's rank ("source") pairs are sorted by expert,
-which is also the order of destinations because homes are contiguous. The expert's rank ("home") receives rows by
-(source, expert) and computes in the order (expert, source).
+A pair is one (token, slot); its flat id is token * K + slot. On the token's rank ("source") pairs are sent by (seat,
+token), which is also the order of destinations because seats lie rank after rank. The expert's rank receives rows by
+(source, seat) and computes in the order (seat, source).
 
-Shape letters: T tokens, K slots, N pairs of this source, M rows received here, R ranks, E experts, L local experts.
+Shape letters: T tokens, K slots, N pairs of this source, M rows received here, R ranks, E experts, Q seats of all
+ranks, S seats of this rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lrmoe.planning import LayerPlan
 from lrmoe.planning.problem import IntArray
 
 
@@ -31,31 +31,6 @@ def sort_pairs(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     counts = torch.bincount(key, minlength=experts + 1)[:experts]
     narrow = key.to(torch.int16) if experts < 2**15 else key
     return torch.sort(narrow, stable=True).indices, counts
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Routing:
-    """Where this source's pairs go.
-
-    Attributes:
-        order_N: int64 (N,), flat pair ids in the order of sending.
-        token_N: int64 (N,), their tokens.
-        slots: K.
-        tokens: T.
-    """
-
-    order_N: Tensor
-    token_N: Tensor
-    slots: int
-    tokens: int
-
-    @classmethod
-    def build(cls, order: Tensor, pairs: int, shape_TK: tuple[int, int]) -> Routing:
-        """From the sorted order of `sort_pairs`, of which the first `pairs` exist."""
-        order_N = order[:pairs]
-        return cls(
-            order_N=order_N, token_N=order_N // max(shape_TK[1], 1), slots=shape_TK[1], tokens=shape_TK[0]
-        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,69 +63,87 @@ def token_entries(pair_N: Tensor, tokens: int, slots: int) -> TokenEntries:
     return TokenEntries(row_N=row, pair_N=sorted_pairs, ends_T=ends)
 
 
+def group_entries(group_N: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Rows of each group, in their own order: (row numbers int64 (N,), ends int64 (groups,)) for `ops.combine`."""
+    row_N = torch.sort(group_N, stable=True).indices
+    return row_N, torch.bincount(group_N, minlength=groups).cumsum(0)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """Rows that cross between ranks, for one direction of one pass; the other direction mirrors it.
+    """Pairs that cross between ranks, for one direction of one pass; the other direction mirrors it.
 
     Attributes:
-        send_R, receive_R: rows to and from each rank.
-        segments_L: rows of each local expert.
-        row_M: int64 (M,), for each row in (expert, source) order its place in received order; None on one rank, where
+        send_R, receive_R: pairs to and from each rank.
+        segments_S: pairs of each seat of this rank.
+        row_M: int64 (M,), for each pair in (seat, source) order its place in received order; None on one rank, where
             both orders are the same.
     """
 
     send_R: list[int]
     receive_R: list[int]
-    segments_L: list[int]
+    segments_S: list[int]
     row_M: Tensor | None
 
     @property
     def received(self) -> int:
-        """M, rows received here."""
+        """M, pairs received here."""
         return sum(self.receive_R)
 
-    @classmethod
-    def build(cls, counts_RE: IntArray, rank: int, device: torch.device) -> Layout:
-        """From the pairs of every (source, expert): all of them in forward, the kept ones in backward."""
-        ranks = counts_RE.shape[0]
-        local = counts_RE.shape[1] // ranks
-        send_R = counts_RE[rank].reshape(ranks, -1).sum(axis=1)
-        return cls.from_parts(send_R, counts_RE[:, rank * local : (rank + 1) * local], device)
+    @property
+    def sent(self) -> int:
+        """N, pairs sent from here."""
+        return sum(self.send_R)
 
     @classmethod
-    def from_parts(cls, send_R: IntArray, mine_RL: IntArray, device: torch.device) -> Layout:
-        """From what this rank sends to each rank, and what each source sends to each expert homed here."""
-        alone = mine_RL.shape[0] == 1
+    def build(cls, cells_RQ: IntArray, starts_R: IntArray, rank: int, device: torch.device) -> Layout:
+        """From the pairs of every (source, seat), int64 (R, Q), and the first seat of every rank, int64 (R + 1,)."""
+        total = np.concatenate(([0], np.cumsum(cells_RQ[rank])))
+        mine_RS = cells_RQ[:, starts_R[rank] : starts_R[rank + 1]]
+        alone = cells_RQ.shape[0] == 1
         return cls(
-            send_R=send_R.tolist(),
-            receive_R=mine_RL.sum(axis=1).tolist(),
-            segments_L=mine_RL.sum(axis=0).tolist(),
-            row_M=None if alone else torch.from_numpy(expert_order(mine_RL)).to(device, non_blocking=True),
+            send_R=np.diff(total[starts_R]).tolist(),
+            receive_R=mine_RS.sum(axis=1).tolist(),
+            segments_S=mine_RS.sum(axis=0).tolist(),
+            row_M=None if alone else torch.from_numpy(expert_order(mine_RS)).to(device, non_blocking=True),
         )
 
     def to_received(self, value_M: Tensor) -> Tensor:
-        """Values in (expert, source) order, put into received order."""
+        """Values in (seat, source) order, put into received order."""
         return (
             value_M if self.row_M is None else torch.empty_like(value_M).index_copy_(0, self.row_M, value_M)
         )
 
-    def to_experts(self, value_M: Tensor) -> Tensor:
-        """Values in received order, put into (expert, source) order."""
+    def to_seats(self, value_M: Tensor) -> Tensor:
+        """Values in received order, put into (seat, source) order."""
         return value_M if self.row_M is None else value_M[self.row_M]
 
 
-def expert_order(mine_RL: IntArray) -> IntArray:
-    """Received-order place of every row in (expert, source) order, int64 (M,)."""
-    flat = mine_RL.reshape(-1)
-    starts_RL = (np.cumsum(flat) - flat).reshape(mine_RL.shape)
-    lengths, starts = mine_RL.T.reshape(-1), starts_RL.T.reshape(-1)
-    begins = np.cumsum(lengths) - lengths
-    return np.repeat(starts - begins, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
+def expert_order(mine_RS: IntArray) -> IntArray:
+    """Received-order place of every row in (seat, source) order, int64 (M,)."""
+    flat = mine_RS.reshape(-1)
+    starts_RS = (np.cumsum(flat) - flat).reshape(mine_RS.shape)
+    return ranges(starts_RS.T.reshape(-1), mine_RS.T.reshape(-1))
 
 
-def home_only(plan: LayerPlan) -> bool:
-    """Whether every expert runs at home and nowhere else: what this version's runtime executes."""
-    topology = plan.topology
-    return np.array_equal(plan.instance_expert_J, np.arange(topology.experts)) and np.array_equal(
-        plan.instance_rank_J, topology.home_E
-    )
+def ranges(begins: IntArray, lengths: IntArray) -> IntArray:
+    """The integers of consecutive ranges [begin, begin + length), one range after the other, int64."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if ends.size else 0
+    return np.repeat(begins - (ends - lengths), lengths) + np.arange(total, dtype=np.int64)
+
+
+def part_of_cells(cells_RQ: IntArray, starts_R: IntArray, part: int, parts: int) -> IntArray:
+    """Pairs of one part where every rank's received rows are dealt out to `parts` parts, int64 (R, Q).
+
+    Row p of a rank, counted in (seat, source) order, belongs to part p mod parts: the parts of a rank differ by one row
+    at most, and so do those of every cell.
+    """
+    flat = np.ascontiguousarray(cells_RQ.T).reshape(-1)
+    before = np.cumsum(flat) - flat
+    ranks = cells_RQ.shape[0]
+    first = np.concatenate((before, [int(flat.sum())]))[starts_R[:-1] * ranks]
+    before = before - np.repeat(first, np.diff(starts_R) * ranks)
+    shift = parts - 1 - part
+    found = (before + flat + shift) // parts - (before + shift) // parts
+    return np.ascontiguousarray(found.reshape(cells_RQ.T.shape).T)

@@ -41,17 +41,34 @@ def grouped_mm_input(
     return _product(grad_NB, weight_SBA, counts, out)
 
 
-def grouped_mm_weight(grad_NB: Tensor, rows_NA: Tensor, counts: Sequence[int], *, out: Tensor) -> Tensor:
-    """Weight gradient: `out[s] = grad[segment s].T @ rows[segment s]`, (S, B, A); exact zeros for empty segments."""
+def grouped_mm_weight(
+    grad_NB: Tensor, rows_NA: Tensor, counts: Sequence[int], *, out: Tensor, add: bool = False
+) -> Tensor:
+    """Weight gradient: `out[s] = grad[segment s].T @ rows[segment s]`, (S, B, A); exact zeros for empty segments.
+
+    With `add` the products are added to `out` instead, which may then be wider than the rows (fp32 over bf16).
+    """
     if _fast(grad_NB, rows_NA) and all(count % 8 == 0 for count in counts):
-        torch.mul(_cuda_grouped(grad_NB.t(), rows_NA, counts), 1, out=out)
+        found = _cuda_grouped(grad_NB.t(), rows_NA, counts)
+        out.add_(found) if add else out.copy_(found)
     else:
         for s, begin, end in _segments(counts):
-            torch.mm(grad_NB[begin:end].t(), rows_NA[begin:end], out=out[s])
-    for s, count in enumerate(counts):
-        if count == 0:
-            out[s].zero_()
+            _weight_product(grad_NB[begin:end].t(), rows_NA[begin:end], out[s], add)
+    if not add:
+        for s, count in enumerate(counts):
+            if count == 0:
+                out[s].zero_()
     return out
+
+
+def _weight_product(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    if out.dtype != left.dtype:
+        found = torch.mm(left, right)
+        out.add_(found) if add else out.copy_(found)
+    elif add:
+        out.addmm_(left, right)
+    else:
+        torch.mm(left, right, out=out)
 
 
 def _product(rows_NA: Tensor, weight_SAB: Tensor, counts: Sequence[int], out: Tensor | None) -> Tensor:

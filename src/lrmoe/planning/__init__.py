@@ -5,7 +5,7 @@ NumPy and integers only: no torch, no process groups, no clocks. A plan is a pur
 
 from lrmoe.planning.memory import Execution, ExpertShape, predict_bytes
 from lrmoe.planning.plan import LayerPlan
-from lrmoe.planning.policies import Policy, get_policy
+from lrmoe.planning.policies import Policy, get_policy, policy_info
 from lrmoe.planning.problem import Problem, Topology
 from lrmoe.planning.quotas import fewest_drops, fill, split_quota
 
@@ -19,6 +19,7 @@ __all__ = [
     "fewest_drops",
     "fill",
     "get_policy",
+    "policy_info",
     "predict_bytes",
     "split_quota",
 ]

@@ -94,7 +94,7 @@ def predict_bytes(shape: ExpertShape, plan: LayerPlan, rank: int, run: Execution
     parts = {
         "dispatched": crossing * shape.row_bytes,
         "stash": rows.received * stash_row + rows.sent * (_NORM_BYTES if run.norms else 0),
-        "backward": _gradient_rows(rows, run, alone) * shape.row_bytes,
+        "backward": (_gradient_rows(rows, run, alone) + _sent_again(rows, run, alone)) * shape.row_bytes,
         "outputs": (rows.received if alone else rows.sent + rows.received) * shape.row_bytes,
     }
     return {
@@ -164,6 +164,12 @@ def _gradient_rows(rows: Rows, run: Execution, alone: bool) -> IntArray:
         return rows.kept_here * directions
     moved = rows.moved_here + rows.moved_sent
     return (rows.kept_here + rows.kept_sent) * (1 + directions) + moved
+
+
+def _sent_again(rows: Rows, run: Execution, alone: bool) -> IntArray:
+    """Input rows that backward sends once more, because nothing stayed at the experts."""
+    again = run.differentiable and not run.stash and not alone
+    return (rows.kept_here + rows.kept_sent - rows.moved_here - rows.moved_sent) * int(again)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

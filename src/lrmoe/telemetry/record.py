@@ -23,6 +23,7 @@ class CallRecord:
     rank chose among (those of its own experts, or with `selection="local"` its own pairs), so that adding the ranks'
     records gives the call's figures. `ms` is CPU time of the rank's own thread
     per phase (event time on CUDA), `bytes` what this rank sent to other ranks, `mem` bytes allocated per part.
+    `bytes_saved_lean` is what one row per pair would have sent more than the lean wire did.
     `counts_RE`, int64 (R, E), pairs from each source to each expert, stays only where telemetry keeps it for a trace.
     """
 
@@ -38,6 +39,7 @@ class CallRecord:
     quota_E: list[int]
     forward_load_R: list[int]
     backward_load_R: list[int]
+    replicas_R: list[int] = field(default_factory=list)
     rows_forward_local: int = 0
     rows_backward_local: int = 0
     energy: float = 0.0
@@ -45,6 +47,7 @@ class CallRecord:
     variance_added: float = 0.0
     nonfinite_scores: int = 0
     chunks: int = 1
+    bytes_saved_lean: int = 0
     ms: dict[str, float] = field(default_factory=dict)
     wall_ms: dict[str, float] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
@@ -84,6 +87,11 @@ class CallRecord:
         return sum(self.bytes.values())
 
     @property
+    def wire_bytes_row_per_pair(self) -> int:
+        """Bytes this rank would have sent with one row per pair; equal to `wire_bytes` where that is what it sent."""
+        return self.wire_bytes + self.bytes_saved_lean
+
+    @property
     def buffer_peak_bytes(self) -> int:
         """Most bytes of token buffers alive at once on this rank."""
         return buffer_peak(self.mem)
@@ -100,7 +108,7 @@ class CallRecord:
         """Flat, JSON-able, under the names of the telemetry reference."""
         names = (
             "step micro_batch layer tokens pairs kept kept_share forward_peak backward_peak dropped_energy "
-            "added_variance nonfinite_scores chunks drop_reason wire_bytes buffer_peak_bytes"
+            "added_variance nonfinite_scores chunks drop_reason wire_bytes wire_bytes_row_per_pair buffer_peak_bytes"
         )
         flat: dict[str, Any] = {name: getattr(self, name) for name in names.split()}
         for phase in PHASES:

@@ -1,0 +1,170 @@
+"""The gradient-free walk forward: pack -> dispatch -> experts -> combine. Every pair is computed.
+
+Shape letters: T tokens, K slots, H hidden, N pairs of this source, M rows received, R ranks, Q seats of all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lrmoe.layer.call import Call
+from lrmoe.layer.choice import choose_seats, in_order
+from lrmoe.layer.experts import experts_forward, scratch
+from lrmoe.layer.routing import Layout, part_of_cells, ranges
+from lrmoe.layer.weights import Lease
+from lrmoe.layer.wire import Arrival, return_rows, send_back, send_rows, sum_by_token
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Walked:
+    """What forward leaves: the output, and what backward needs.
+
+    Attributes:
+        out_TH: the layer's output in the compute dtype.
+        place_N: int64 (N,) positions, among the pairs sorted by expert, in the order of sending; None: the same order.
+        x: the rows the experts read: the input itself on one rank, the received rows on several; None if not kept.
+        index_M: int64 (M,), row of `x` of each pair in (seat, source) order on a lean wire, else None.
+        h_M2I: stash, or None; phi_norm_N: fp32 norms in expert order at the token's rank, or None.
+        y_NH: expert outputs in the order of sending, or None.
+    """
+
+    out_TH: Tensor
+    place_N: Tensor | None
+    x: Tensor | None
+    index_M: Tensor | None
+    h_M2I: Tensor | None
+    phi_norm_N: Tensor | None
+    y_NH: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Part:
+    """What one part of the forward gives; `norm_N` and `y_NH` in the order of sending."""
+
+    out_TH: Tensor
+    arrival: Arrival
+    h_M2I: Tensor | None
+    norm_N: Tensor | None
+    y_NH: Tensor
+
+
+def walk_forward(
+    call: Call, x_TH: Tensor, alpha_TK: Tensor, order_N: Tensor, gate_up: Tensor, down: Tensor
+) -> Walked:
+    """Forward of one call.
+
+    Args:
+        x_TH: compute dtype. order_N: int64 (N,), flat pair ids sorted by expert.
+    """
+    lease = call.storage.borrow(call, gate_up, down)
+    with call.open_call.clock.phase("pack"):
+        place_N = _sending_order(call, order_N, x_TH.shape[0])
+        pair_N = order_N if place_N is None else order_N[place_N]
+    if call.plan.forward_chunks == 1:
+        with call.open_call.clock.phase("plan"):
+            layout = Layout.build(call.seats.assign_RQ, call.seats.starts_R, call.comm.rank, x_TH.device)
+        return _walked(call, _forward_part(call, x_TH, alpha_TK, pair_N, layout, lease), place_N)
+    return _in_parts(call, x_TH, alpha_TK, pair_N, place_N, lease)
+
+
+def _sending_order(call: Call, order_N: Tensor, tokens: int) -> Tensor | None:
+    """Positions in the order (seat, token) of pairs sorted by (expert, token); None where both are the same."""
+    if not call.seats.spread:
+        return None
+    if call.lean:
+        token_N = order_N // max(call.slots, 1)
+        seat_N = choose_seats(token_N, tokens, call.seats, call.comm.rank)
+    else:
+        seat_N = in_order(call.seats, call.comm.rank, order_N.device)
+    return torch.sort(seat_N, stable=True).indices
+
+
+def _walked(call: Call, part: _Part, place_N: Tensor | None) -> Walked:
+    """Keep of a forward in one part what backward will read."""
+    rows, keeps = part.arrival.rows, call.keeps_rows
+    norm_N = part.norm_N
+    if norm_N is not None and place_N is not None:
+        norm_N = torch.empty_like(norm_N).index_copy_(0, place_N, norm_N)
+    call.open_call.ledger.add("stash", part.h_M2I, norm_N)
+    return Walked(
+        out_TH=part.out_TH,
+        place_N=place_N,
+        x=rows.source if keeps or call.comm.size == 1 else None,
+        index_M=rows.index_M if keeps and part.arrival.lean is not None else None,
+        h_M2I=part.h_M2I,
+        phi_norm_N=norm_N,
+        y_NH=part.y_NH if call.keeps_outputs else None,
+    )
+
+
+def _forward_part(
+    call: Call, x_TH: Tensor, alpha_TK: Tensor, pair_N: Tensor, layout: Layout, lease: Lease
+) -> _Part:
+    """Some pairs from their tokens to their experts and back; a token without any of them gets zeros."""
+    clock, ledger = call.open_call.clock, call.open_call.ledger
+    alpha = alpha_TK.reshape(-1)
+    columns = [alpha[pair_N].to(call.scale_dtype())] if call.lean else []
+    token_N = pair_N // max(call.slots, 1)
+    arrival = send_rows(
+        call, layout, x_TH, token_N, columns, pack="pack", travel="dispatch", part="dispatched"
+    )
+    weights = lease()
+    ledger.add("weights", weights.gate_up, weights.down)
+    ledger.add("replicas", weights.slot_gate_up, weights.slot_down)
+    with clock.phase("experts"):
+        y_MH = _output_buffer(call, layout.received, x_TH)
+        h_M2I, norm_M = experts_forward(
+            weights, arrival.rows, layout.segments_S, out=y_MH, out_index=arrival.out_index,
+            stash=call.keeps_rows, norms=call.scored and call.config.needs_phi,
+        )  # fmt: skip
+    with clock.phase("combine"):
+        y_NH = return_rows(call, arrival, y_MH, arrival.columns[0] if call.lean else None, "combine")
+        norm_N = None if norm_M is None else send_back(call, layout.to_received(norm_M), layout, "combine")
+        out_TH = sum_by_token(arrival, y_NH, pair_N, alpha_TK.shape, alpha)
+    ledger.add("outputs", y_MH, y_NH)
+    return _Part(out_TH=out_TH, arrival=arrival, h_M2I=h_M2I, norm_N=norm_N, y_NH=y_NH)
+
+
+def _in_parts(
+    call: Call, x_TH: Tensor, alpha_TK: Tensor, pair_N: Tensor, place_N: Tensor | None, lease: Lease
+) -> Walked:
+    """Forward a part of every rank's rows at a time: only one part's buffers are alive, and nothing stays."""
+    seats, rank, parts = call.seats, call.comm.rank, call.plan.forward_chunks
+    out_TH = torch.zeros_like(x_TH, dtype=call.scale_dtype())
+    needs_norm, kept_y = call.scored and call.config.needs_phi, None
+    norm_N = torch.empty(pair_N.shape[0], dtype=torch.float32, device=x_TH.device) if needs_norm else None
+    if call.keeps_outputs:
+        kept_y = x_TH.new_empty((pair_N.shape[0], x_TH.shape[1]))
+    begin_Q = np.cumsum(seats.assign_RQ[rank]) - seats.assign_RQ[rank]
+    for number in range(parts):
+        cells_RQ = part_of_cells(seats.assign_RQ, seats.starts_R, number, parts)
+        at = torch.from_numpy(ranges(begin_Q, cells_RQ[rank])).to(x_TH.device)
+        begin_Q = begin_Q + cells_RQ[rank]
+        layout = Layout.build(cells_RQ, seats.starts_R, rank, x_TH.device)
+        part = _forward_part(call, x_TH, alpha_TK, pair_N[at], layout, lease)
+        out_TH.add_(part.out_TH)
+        if norm_N is not None and part.norm_N is not None:
+            norm_N[at if place_N is None else place_N[at]] = part.norm_N
+        if kept_y is not None:
+            kept_y[at] = part.y_NH
+    return Walked(
+        out_TH=out_TH.to(call.compute_dtype),
+        place_N=place_N,
+        x=x_TH if call.comm.size == 1 else None,
+        index_M=None,
+        h_M2I=None,
+        phi_norm_N=norm_N,
+        y_NH=kept_y,
+    )
+
+
+def _output_buffer(call: Call, rows: int, like: Tensor) -> Tensor:
+    """Expert outputs are scratch unless backward needs them and they do not travel."""
+    shape = (rows, like.shape[1])
+    if call.keeps_outputs and call.comm.size == 1:
+        return like.new_empty(shape)
+    return scratch.take("outputs", shape, like)

@@ -1,0 +1,152 @@
+"""Where this call's kept pairs run in backward, and the order in which this source sends them.
+
+Pairs that stay find their stash where forward left it: their position travels with them (4 bytes). Pairs that move, and
+all pairs where nothing was kept, carry their input and are computed again.
+
+Shape letters: N pairs of this source by expert, P kept pairs of this source, R ranks, Q seats of all ranks, V = 2 Q
+stands: for each rank its seats with pairs that stay, then its seats with pairs that carry their input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lrmoe.layer.call import Call
+from lrmoe.layer.routing import part_of_cells, ranges
+from lrmoe.planning.problem import IntArray
+from lrmoe.planning.transfers import transfers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route:
+    """Kept pairs in the order of sending: (rank, stay before carry, seat, token).
+
+    Attributes:
+        source_P: int64 (P,) positions among this source's pairs by expert, or None for all of them in that order.
+        position_P: int32 (P,) place of the pair among all that its rank received in forward, in received order; means
+            nothing for pairs that carry their input. None: pairs lie as in forward, or nothing was kept.
+        cells_RV: int64 (R, V), pairs of every source at every stand.
+        starts_R: int64 (R + 1,), first stand of every rank.
+        carried: whether any pair, and `all_carried` whether every pair, carries its input.
+    """
+
+    source_P: Tensor | None
+    position_P: Tensor | None
+    cells_RV: IntArray
+    starts_R: IntArray
+    carried: bool
+    all_carried: bool
+
+    def part(
+        self, rank: int, number: int, parts: int, device: torch.device
+    ) -> tuple[IntArray, Tensor | None]:
+        """Cells (R, V) of one part, and this source's pairs in it as positions in the order of sending; None: all."""
+        if parts == 1:
+            return self.cells_RV, None
+        done_V = sum(part_of_cells(self.cells_RV, self.starts_R, i, parts)[rank] for i in range(number))
+        cells_RV = part_of_cells(self.cells_RV, self.starts_R, number, parts)
+        begin_V = np.cumsum(self.cells_RV[rank]) - self.cells_RV[rank] + done_V
+        return cells_RV, torch.from_numpy(ranges(begin_V, cells_RV[rank])).to(device)
+
+
+def reroute(call: Call, place_N: Tensor | None, weight_N: Tensor | None, device: torch.device) -> Route:
+    """Plan the way back.
+
+    Args:
+        place_N: the forward's order of sending (see Walked); weight_N: fp32 (N,), 0 where a pair is left out, pairs by
+            expert; None: all pairs are kept.
+    """
+    seats = call.seats
+    kept_N = None if weight_N is None else weight_N if place_N is None else weight_N[place_N]
+    kept_RQ = seats.assign_RQ if kept_N is None else _kept_table(call, kept_N)
+    in_place = np.array_equal(kept_RQ.sum(axis=0), seats.backward_Q)
+    again = call.comm.size > 1 and not call.keeps_rows
+    if kept_N is None and in_place:
+        return _as_forward(call, place_N, again, device)
+    rank, size = call.comm.rank, int(kept_RQ[call.comm.rank].sum())
+    sent_P = torch.arange(size, device=device) if kept_N is None else _nonzero(kept_N, size)
+    moves = transfers(kept_RQ, seats)
+    mine = moves.source_X == rank
+    to, pairs = moves.to_X[mine], moves.pairs_X[mine]
+    carry = (to != moves.from_X[mine]) | again
+    order = np.lexsort((to, carry, seats.rank_Q[to]))
+    # Where forward had one seat for an expert and nothing is carried, sending order stays as it was.
+    if not np.array_equal(order, np.arange(order.size)):
+        begins = np.cumsum(pairs) - pairs
+        sent_P = sent_P[torch.from_numpy(ranges(begins[order], pairs[order])).to(device)]
+    stay_RQ, carry_RQ = (moves.table(kept_RQ.shape[0], kept_RQ.shape[1], stay=stay) for stay in (True, False))
+    if again:
+        stay_RQ, carry_RQ = np.zeros_like(stay_RQ), stay_RQ + carry_RQ
+    return Route(
+        source_P=sent_P if place_N is None else place_N[sent_P],
+        position_P=None if again else _positions(call, sent_P),
+        cells_RV=_stands(seats.starts_R, stay_RQ, carry_RQ),
+        starts_R=2 * seats.starts_R,
+        carried=bool(carry_RQ.any()),
+        all_carried=again,
+    )
+
+
+def _as_forward(call: Call, place_N: Tensor | None, again: bool, device: torch.device) -> Route:
+    """Every pair runs where it ran, in the forward's order."""
+    assign_RQ, none_RQ = call.seats.assign_RQ, np.zeros_like(call.seats.assign_RQ)
+    cells = (none_RQ, assign_RQ) if again else (assign_RQ, none_RQ)
+    position_P = None
+    if call.plan.backward_chunks > 1 and not again:
+        position_P = _positions(call, torch.arange(int(assign_RQ[call.comm.rank].sum()), device=device))
+    return Route(
+        source_P=place_N,
+        position_P=position_P,
+        cells_RV=_stands(call.seats.starts_R, *cells),
+        starts_R=2 * call.seats.starts_R,
+        carried=again,
+        all_carried=again,
+    )
+
+
+def _stands(starts_R: IntArray, stay_RQ: IntArray, carry_RQ: IntArray) -> IntArray:
+    """Columns of both tables rank by rank: a rank's seats for pairs that stay, then for those that carry, (R, V)."""
+    begin, size = starts_R[:-1], np.diff(starts_R)
+    seats = stay_RQ.shape[1]
+    begins = np.stack((begin, begin + seats), axis=1).reshape(-1)
+    return np.concatenate((stay_RQ, carry_RQ), axis=1)[:, ranges(begins, np.repeat(size, 2))]
+
+
+def _kept_table(call: Call, kept_N: Tensor) -> IntArray:
+    """Kept pairs of every source at its forward seats, int64 (R, Q): known on one rank, else one small all-gather."""
+    seats, comm = call.seats, call.comm
+    if comm.size == 1:
+        return call.plan.quota_E[seats.expert_Q][None]
+    ends = torch.from_numpy(np.cumsum(seats.assign_RQ[comm.rank])).to(kept_N.device, non_blocking=True)
+    total = torch.nn.functional.pad((kept_N > 0).cumsum(0), (1, 0))[ends]
+    mine_Q = torch.diff(total, prepend=total.new_zeros(1))
+    call.open_call.sent("reroute", comm.sent_bytes(mine_Q.expand(comm.size, -1), [1] * comm.size))
+    return comm.all_gather_ints(mine_Q).cpu().numpy()
+
+
+def _nonzero(weight: Tensor, size: int) -> Tensor:
+    """Positions of the kept rows; their number is known, so that a device need not be read."""
+    if weight.device.type == "cpu":
+        kept = weight.nonzero().squeeze(1)
+        assert kept.shape[0] == size, f"{kept.shape[0]} rows kept, the plan says {size}"
+        return kept
+    return torch.nonzero_static(weight, size=size).squeeze(1)
+
+
+def _positions(call: Call, sent_P: Tensor) -> Tensor:
+    """Places among all pairs that a rank received in forward, int32 (P,), from positions in the order of sending."""
+    if call.comm.size == 1:
+        return sent_P.to(torch.int32)
+    seats, rank = call.seats, call.comm.rank
+    total_R = np.concatenate(
+        (np.zeros_like(seats.assign_RQ[:, :1]), np.cumsum(seats.assign_RQ, axis=1)), axis=1
+    )
+    blocks_RR = np.diff(total_R[:, seats.starts_R], axis=1)
+    begin_R = torch.from_numpy(total_R[rank][seats.starts_R]).to(sent_P.device, non_blocking=True)
+    before_R = torch.from_numpy(blocks_RR[:rank].sum(axis=0)).to(sent_P.device, non_blocking=True)
+    block_P = torch.bucketize(sent_P, begin_R[1:], right=True)
+    return (sent_P + (before_R - begin_R[:-1])[block_P]).to(torch.int32)

@@ -1,0 +1,195 @@
+"""Rows between tokens' ranks and seats' ranks: one row per pair, or one per (token, rank) on a lean wire.
+
+    source                                 seat's rank
+    rows of pairs, or of (rank, token)  -> received rows, read by index in (seat, source) order
+    columns: a few bytes per pair       -> the same in (seat, source) order
+    rows per pair, or partial sums      <- results per pair, or summed per received row
+
+On a lean wire a token that goes to several experts of one rank crosses once, and the sum of their results returns once.
+
+Shape letters: T tokens, H hidden, N pairs of this source, M pairs received, U distinct (rank, token) rows of this
+source, V rows received, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lrmoe.layer.call import Call
+from lrmoe.layer.choice import unique_rows
+from lrmoe.layer.experts import Rows, scratch
+from lrmoe.layer.routing import Layout, group_entries, token_entries
+from lrmoe.ops import combine, gather_rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LeanRows:
+    """Distinct rows of one exchange.
+
+    Attributes:
+        token_U: int64 (U,), token of each row sent, in (rank, token) order.
+        send_R, receive_R: rows to and from each rank.
+        row_N: int32 (N,), each pair's row inside its destination's block.
+    """
+
+    token_U: Tensor
+    send_R: list[int]
+    receive_R: list[int]
+    row_N: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrival:
+    """One exchange as this rank's seats see it.
+
+    Attributes:
+        layout: which pairs crossed.
+        rows: the received rows, one for each pair in (seat, source) order.
+        columns: the pairs' columns in that order.
+        lean: how rows were shared, or None for one row per pair.
+    """
+
+    layout: Layout
+    rows: Rows
+    columns: list[Tensor]
+    lean: LeanRows | None
+
+    @property
+    def out_index(self) -> Tensor | None:
+        """Where results must lie to travel back: in received order, or as computed where they are summed first."""
+        return self.layout.row_M if self.lean is None else None
+
+
+def send_rows(
+    call: Call,
+    layout: Layout,
+    source_TH: Tensor,
+    token_N: Tensor,
+    columns: Sequence[Tensor],
+    *,
+    pack: str,
+    travel: str,
+    part: str,
+    buffer: str = "send",
+) -> Arrival:
+    """Bring the rows of pairs to their seats.
+
+    Args:
+        source_TH: (T, H) rows by token; token_N: int64 (N,), each pair's token in the order of sending.
+        columns: (N,) tensors of 4 or 8 bytes an entry that go along.
+        pack, travel: phases that are charged. part: memory part that is booked. buffer: scratch to pack into.
+    """
+    if call.comm.size == 1:
+        return Arrival(
+            layout=layout, rows=Rows(source=source_TH, index_M=token_N), columns=list(columns), lean=None
+        )
+    clock = call.open_call.clock
+    with clock.phase(pack):
+        lean = _lean_rows(call, layout, token_N, source_TH.shape[0], travel) if call.lean else None
+        token = token_N if lean is None else lean.token_U
+        shape = (token.shape[0], source_TH.shape[1])
+        send = gather_rows(source_TH, token, out=scratch.take(buffer, shape, source_TH))
+    with clock.phase(travel):
+        found = send_columns(call, layout, [*columns, *([] if lean is None else [lean.row_N])], travel)
+        send_R, receive_R = (
+            (layout.send_R, layout.receive_R) if lean is None else (lean.send_R, lean.receive_R)
+        )
+        received = call.comm.all_to_all(send, send_R, receive_R)
+    call.open_call.sent(travel, call.comm.sent_bytes(send, send_R))
+    call.open_call.ledger.add(part, send, received)
+    if lean is None:
+        return Arrival(
+            layout=layout, rows=Rows(source=received, index_M=layout.row_M), columns=found, lean=None
+        )
+    _book_saving(call, layout.send_R, lean.send_R, columns=4)
+    rows = Rows(source=received, index_M=_absolute(found.pop(), layout, lean))
+    return Arrival(layout=layout, rows=rows, columns=found, lean=lean)
+
+
+def send_columns(call: Call, layout: Layout, columns: Sequence[Tensor], travel: str) -> list[Tensor]:
+    """A few bytes per pair, as one message; in (seat, source) order at their seats."""
+    if call.comm.size == 1 or not columns:
+        return list(columns)
+    widths = [column.element_size() for column in columns]
+    packed = torch.cat([column.contiguous().unsqueeze(1).view(torch.uint8) for column in columns], dim=1)
+    received = layout.to_seats(call.comm.all_to_all(packed, layout.send_R, layout.receive_R))
+    call.open_call.sent(travel, call.comm.sent_bytes(packed, layout.send_R))
+    parts = received.split(widths, dim=1)
+    # Flat first: a single row would keep the message's stride, which a view as a wider dtype refuses.
+    return [part.reshape(-1).view(column.dtype) for part, column in zip(parts, columns, strict=True)]
+
+
+def return_rows(call: Call, arrival: Arrival, rows: Tensor, weight_M: Tensor | None, travel: str) -> Tensor:
+    """Results back at the pairs' sources: a row per pair in the order of sending, or a partial sum per row sent.
+
+    Args:
+        rows: (M, H), laid as `arrival.out_index` says.
+        weight_M: factor of each result where they are summed here, (seat, source) order.
+    """
+    layout, lean = arrival.layout, arrival.lean
+    if lean is None:
+        return send_back(call, rows, layout, travel)
+    assert arrival.rows.index_M is not None, "a lean wire reads rows by index"
+    row_M, ends = group_entries(arrival.rows.index_M, sum(lean.receive_R))
+    sums = combine(rows, row_M, ends, None if weight_M is None else weight_M[row_M])
+    _book_saving(call, layout.receive_R, lean.receive_R, columns=0)
+    call.open_call.sent(travel, call.comm.sent_bytes(sums, lean.receive_R))
+    return call.comm.all_to_all(sums, lean.receive_R, lean.send_R)
+
+
+def sum_by_token(
+    arrival: Arrival, rows: Tensor, pair_N: Tensor, shape_TK: torch.Size, weight: Tensor | None
+) -> Tensor:
+    """Sum of returned rows per token, (T, H).
+
+    Args:
+        rows: what `return_rows` gave. pair_N: int64 (N,), flat pair ids in the order of sending.
+        weight: factors by flat pair id, for one row per pair.
+    """
+    tokens, slots = shape_TK
+    if arrival.lean is not None:
+        row_U, ends_T = group_entries(arrival.lean.token_U, tokens)
+        return combine(rows, row_U, ends_T)
+    entries = token_entries(pair_N, tokens, slots)
+    return combine(rows, entries.row_N, entries.ends_T, None if weight is None else weight[entries.pair_N])
+
+
+def send_back(call: Call, rows: Tensor, layout: Layout, travel: str) -> Tensor:
+    """Rows in received order, back at the rank they came from, in the order they were sent."""
+    call.open_call.sent(travel, call.comm.sent_bytes(rows, layout.receive_R))
+    return call.comm.all_to_all(rows, layout.receive_R, layout.send_R)
+
+
+def _lean_rows(call: Call, layout: Layout, token_N: Tensor, tokens: int, travel: str) -> LeanRows:
+    """The distinct rows of this source, and how many come from the others: the lean wire's own host read."""
+    comm, ranks = call.comm, call.comm.size
+    rank_N = _repeat(torch.arange(ranks, device=token_N.device), layout.send_R)
+    found, one_each = unique_rows(rank_N, token_N, ranks, tokens), [1] * ranks
+    coming_R = comm.all_to_all(found.rows_R, one_each, one_each)
+    call.open_call.sent(travel, comm.sent_bytes(found.rows_R, one_each))
+    send_R, receive_R = torch.stack([found.rows_R, coming_R]).cpu().tolist()
+    return LeanRows(token_U=found.token_U, send_R=send_R, receive_R=receive_R, row_N=found.row_N)
+
+
+def _absolute(row_M: Tensor, layout: Layout, lean: LeanRows) -> Tensor:
+    """Rows inside each source's block, as rows of the whole received buffer, int64."""
+    before = torch.tensor(lean.receive_R, dtype=torch.int64).cumsum(0) - torch.tensor(lean.receive_R)
+    base_M = layout.to_seats(_repeat(before.to(row_M.device), layout.receive_R))
+    return row_M.long() + base_M
+
+
+def _repeat(values_R: Tensor, counts_R: Sequence[int]) -> Tensor:
+    counts = torch.tensor(list(counts_R), dtype=torch.int64).to(values_R.device, non_blocking=True)
+    return values_R.repeat_interleave(counts, output_size=sum(counts_R))
+
+
+def _book_saving(call: Call, pairs_R: Sequence[int], rows_R: Sequence[int], *, columns: int) -> None:
+    """What one row per pair would have sent more, less the bytes per pair that only a lean wire sends."""
+    here = call.comm.rank
+    pairs = sum(pairs_R) - pairs_R[here]
+    rows = sum(rows_R) - rows_R[here]
+    call.open_call.record.bytes_saved_lean += (pairs - rows) * call.row_bytes - columns * pairs
