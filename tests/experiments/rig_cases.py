@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from lrmoe.config import LRMoEConfig
+from lrmoe.distributed import Comm
+from lrmoe.experiments import rig
+from lrmoe.experiments.config import CompareConfig, Experiment
 from lrmoe.experiments.executor import Executor
+from lrmoe.experiments.fitted import fitted
 from lrmoe.experiments.recorder import Recorder
+from lrmoe.experiments.residence import change, synchronise
+from lrmoe.experiments.rig import builder
+from lrmoe.experiments.systems import get_system
 from lrmoe.integrations.transformers import watch_layers
 from lrmoe.layer import MoELayer, StepClock
+from lrmoe.planning import LayerPlan
 from lrmoe.telemetry import Telemetry
 from lrmoe.training.loop import Trainer
-from tests.training.tiny import tiny_config
+from tests.training.tiny import SHAPE, tiny_config
 
 EXACT = {"policy": "megatron", "max_drop": 0.0, "replica_slots": 0, "lean_wire": False}
+EIGHT = {**SHAPE, "num_experts": 8}
 
 
 def trainer(folder: str, train: dict[str, Any] | None = None) -> Trainer:
@@ -96,3 +106,69 @@ def weight_gradient(folder: str) -> tuple[bool, bool]:
     trained.after_backward = check
     trained.step()
     return equal, shared
+
+
+def executed(folder: str, name: str, steps: int, train: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One system executes a trainer's calls: bytes of experts that this rank sent, by call, and what its plans say.
+
+    Returns:
+        "sent": bytes by call; "plans": the totals of each plan's traffic in experts (weights, gradients, states);
+        "params": of an expert; "worst": the largest difference; "loads": rows forward by call and rank.
+    """
+    train = {"batch_size": 8, **(train or {})}
+    config = tiny_config(folder, lrmoe={**EXACT, "replica_slots": 2}, train=train, model={"overrides": EIGHT})
+    experiment = Experiment(preset="demo", compare=CompareConfig(systems=("megatron", name)), train=config)
+    trained, recorder = Trainer(config, dist.group.WORLD), Recorder()
+    watch_layers(trained.model, recorder)
+    plans: list[LayerPlan] = []
+    batches = config.train.accumulate
+    number = 0
+    executor = Executor(
+        name,
+        builder(get_system(name), experiment, lambda: number == batches - 1, 8 * 16 * 2),
+        dist.group.WORLD,
+    )
+
+    def execute(at: int) -> None:
+        nonlocal number
+        number = at
+        executor.execute(recorder.take())
+
+    def noted(policy: Any, *args: Any, **options: Any) -> Any:
+        fit = fitted(policy, *args, **options)
+        return lambda problem: plans.append(fit(problem)) or plans[-1]
+
+    trained.after_backward = execute
+    records = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig, "fitted", noted)
+        for _ in range(steps):
+            trained.step()
+            records += executor.end_step()
+    shape = next(iter(trained.handle.layers.values())).shape
+    return {
+        "sent": [record.bytes.get("replicas", 0) for record in records],
+        "plans": [_moved(plan) for plan in plans],
+        "params": 3 * shape.hidden * shape.width,
+        "worst": executor.worst.eps,
+        "loads": [record.forward_load_R for record in records],
+    }
+
+
+def _moved(plan: LayerPlan) -> tuple[int, int, int]:
+    moved = plan.moved
+    weights = int(moved.fetch_R.sum() + moved.refetch_R.sum())
+    return weights, int(moved.return_R.sum()), int(moved.state_R.sum())
+
+
+def summed(hosts_RE: Any, size: int) -> tuple[dict[int, torch.Tensor], int]:
+    """`synchronise` of gradients full of rank + 1."""
+    comm = Comm(dist.group.WORLD)
+    mine = {int(e): torch.full((size,), comm.rank + 1.0) for e in hosts_RE[comm.rank].nonzero()[0]}
+    sent = synchronise(comm, hosts_RE, mine)
+    return mine, sent
+
+
+def changed(old_RE: Any, new_RE: Any, size: int) -> int:
+    """`change` of a layout."""
+    return change(Comm(dist.group.WORLD), old_RE, new_RE, expert_bytes=size)

@@ -126,11 +126,13 @@ class Shared:
         self.unlisted = [self._base]
         if BASELINE in experiment.compare.systems:
             self.lanes, self.unlisted = [self._base, *self._executed], []
+        pairs = _tokens(experiment) * self.trainer.model.config.num_experts_per_tok
         self._executors = [
-            Executor(system.name, builder(system, experiment, self.trainer), group) for system in executed
+            Executor(system.name, builder(system, experiment, self._ends, pairs), group)
+            for system in executed
         ]
         self._recorder = Recorder()
-        self._batches = 0
+        self._batches = self._number = 0
         watch_layers(self.trainer.model, self._recorder)
         self.trainer.after_backward = self._execute
 
@@ -150,11 +152,20 @@ class Shared:
         if trace is not None:
             trace.add(metrics.records, system=BASELINE)
 
+    def _ends(self) -> bool:
+        return self._number == self.trainer.config.train.accumulate - 1
+
     def _execute(self, number: int) -> None:
+        self._number = number
         calls = self._recorder.take()
         for executor in turns(self._executors, self._batches):
             executor.execute(calls)
         self._batches += 1
+
+
+def _tokens(experiment: Experiment) -> int:
+    """Tokens of a rank and call."""
+    return experiment.train.train.batch_size * experiment.train.data.seq_len
 
 
 def _lane(experiment: Experiment, system: System, role: str) -> Lane:

@@ -4,30 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from lrmoe.experiments.config import Experiment
+from lrmoe.experiments.fitted import fitted
+from lrmoe.experiments.stores import Ends, KeptCopies, Residents
 from lrmoe.experiments.systems import System
 from lrmoe.layer import MoELayer, StepClock
+from lrmoe.layer.weights import Storage
+from lrmoe.planning import ExpertShape
+from lrmoe.planning.policies import get_policy
 from lrmoe.telemetry import Telemetry
-from lrmoe.training.loop import Trainer
+
+_MOMENTS = 8  # bytes of AdamW's two fp32 moments of a parameter
+_MASTER = 4  # of the fp32 copy beside parameters of lower precision
 
 
 def builder(
-    system: System, experiment: Experiment, trainer: Trainer
+    system: System, experiment: Experiment, ends: Ends, pairs: int
 ) -> Callable[[MoELayer, StepClock, Telemetry], MoELayer]:
-    """A function that makes the system's layer beside one of the trainer's."""
+    """A function that makes the system's layer beside one of the trainer's.
+
+    Args:
+        ends: whether the micro-batch in execution is the last of its step.
+        pairs: (token, expert) pairs of a rank and call.
+    """
     config = experiment.train_config(system).lrmoe
+    dtype: torch.dtype = getattr(torch, experiment.train.train.dtype)
 
     def build(beside: MoELayer, clock: StepClock, telemetry: Telemetry) -> MoELayer:
+        shape = beside.shape
+        expert = ExpertShape(hidden=shape.hidden, width=shape.width, element_bytes=dtype.itemsize)
+        policy = get_policy(config.policy)
+        slots = min(config.replica_slots, shape.experts - shape.local_experts)
         return MoELayer(
-            num_experts=beside.shape.experts,
-            hidden_size=beside.shape.hidden,
-            intermediate_size=beside.shape.width,
+            num_experts=shape.experts,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.width,
             activation=beside.activation,
             config=config,
             group=beside.comm.group,
             layer=beside.layer,
             clock=clock,
             telemetry=telemetry,
+            policy=fitted(policy, expert, ranks=beside.comm.size, slots=slots, pairs=pairs),
+            storage=_storage(system, ends, dtype),
         )
 
     return build
+
+
+def state_bytes(dtype: torch.dtype) -> int:
+    """Bytes of optimizer state for each parameter of that dtype."""
+    return _MOMENTS + (_MASTER if dtype.itemsize < torch.float32.itemsize else 0)
+
+
+def _storage(system: System, ends: Ends, dtype: torch.dtype) -> Storage:
+    if system.info.slots in ("none", "resident"):
+        return Residents(ends, state_bytes(dtype))
+    return KeptCopies()

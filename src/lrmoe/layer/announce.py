@@ -21,6 +21,7 @@ from lrmoe.layer.inputs import Inputs
 from lrmoe.layer.past import PastCalls
 from lrmoe.layer.routing import sort_pairs
 from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
+from lrmoe.planning.policies import Policy
 from lrmoe.planning.problem import FloatArray, History, IntArray
 from lrmoe.planning.seats import Seats, seats_of
 from lrmoe.telemetry import CallRecord, PhaseClock
@@ -54,6 +55,7 @@ class Announcer:
         width: int,
         activation: str,
         homes: bool,
+        policy: Policy | None = None,
     ) -> None:
         self._config = config
         self._config_hash = zlib.crc32(repr(config).encode())
@@ -61,7 +63,7 @@ class Announcer:
         self._topology = topology
         self._controller = controller
         self._hidden = hidden
-        self._policy = get_policy(config.policy)
+        self._policy = get_policy(config.policy) if policy is None else policy
         self._past = PastCalls(config.policy)
         self._homes = homes
         self._met = False

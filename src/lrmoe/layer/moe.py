@@ -21,6 +21,7 @@ from lrmoe.layer.routing import sort_pairs
 from lrmoe.layer.weights import Owned, Storage
 from lrmoe.ops import ACTIVATIONS
 from lrmoe.planning import Execution, ExpertShape, Topology, predict_bytes
+from lrmoe.planning.policies import Policy
 from lrmoe.telemetry import CallRecord, Telemetry
 from lrmoe.telemetry.record import OpenCall
 
@@ -39,6 +40,8 @@ class MoELayer:
         layer: index of the layer, part of its random key and of messages.
         clock: optimizer-step clock shared by all layers; a private one by default.
         telemetry: where finished training calls are recorded; a private one by default.
+        policy: plans instead of the configuration's, such as one with other options.
+        storage: brings weights and takes gradients instead of the configuration's storage kind.
 
     Raises:
         PlanError: experts not divisible by the group's size.
@@ -57,6 +60,8 @@ class MoELayer:
         layer: int = 0,
         clock: StepClock | None = None,
         telemetry: Telemetry | None = None,
+        policy: Policy | None = None,
+        storage: Storage | None = None,
     ) -> None:
         if activation not in ACTIVATIONS:
             raise ConfigError(
@@ -76,7 +81,7 @@ class MoELayer:
         self.layer = layer
         self.clock = StepClock() if clock is None else clock
         self.telemetry = Telemetry() if telemetry is None else telemetry
-        self.storage: Storage = Owned()
+        self.storage: Storage = Owned() if storage is None else storage
         self.controller = Controller(config=config, clock=self.clock, layer=layer, experts=local)
         self._replay = ReplayStore()
         self._announcer = Announcer(
@@ -88,6 +93,7 @@ class MoELayer:
             width=intermediate_size,
             activation=activation,
             homes=self.storage.homes,
+            policy=policy,
         )
         self._last: OpenCall | None = None
         self.clock.watch(self)

@@ -1,0 +1,94 @@
+"""Executed systems: the traffic counted is what their plans cause, and their results are the trainer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lrmoe.experiments.fitted import fitted
+from lrmoe.experiments.residence import Arrival, arrivals
+from lrmoe.experiments.systems import SYSTEMS
+from lrmoe.planning import ExpertShape
+from lrmoe.planning.policies import LLEP, FasterMoE, Laer, UltraEP, get_policy
+from tests.distributed.pool import Pool
+from tests.experiments import rig_cases
+
+OWNED = [n for n, s in SYSTEMS.items() if s.changes["storage"] == "owned" and not n.startswith("lrmoe")]
+WEIGHT, GRADIENT, STATE = 4, 4, 8  # bytes per parameter
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", OWNED)
+def test_what_is_counted_is_what_the_plans_cause(pool4: Pool, tmp_path: Path, name: str) -> None:
+    found = pool4.run(rig_cases.executed, str(tmp_path), name, 12, limit_s=120)
+    params = found[0]["params"]
+    sent = np.sum([rank["sent"] for rank in found], axis=0)
+    expected = [
+        params * (WEIGHT * weights + GRADIENT * gradients + STATE * states)
+        for weights, gradients, states in found[0]["plans"]
+    ]
+    assert sent.tolist() == expected
+    assert all(rank["plans"] == found[0]["plans"] for rank in found)
+    assert (sum(expected) > 0) == (name != "megatron")
+    assert found[0]["worst"] < 32
+
+
+@pytest.mark.distributed
+def test_copies_that_stay_sum_their_gradients_once_a_step(pool4: Pool, tmp_path: Path) -> None:
+    found = pool4.run(rig_cases.executed, str(tmp_path), "eplb", 1, {"accumulate": 2})
+    sent = np.sum([rank["sent"] for rank in found], axis=0)
+    params, plans = found[0]["params"], found[0]["plans"]
+    first, last = slice(0, 2), slice(2, 4)  # calls of two layers each
+    assert [plan[1] > 0 for plan in plans] == [True] * 4
+    changed = [params * (WEIGHT * weights + STATE * states) for weights, _, states in plans]
+    assert sent[first].tolist() == changed[first], "nothing is summed before the step ends"
+    assert (sent[last] >= changed[last]).all()
+    assert sent.sum() > sum(changed)
+
+
+@pytest.mark.distributed
+def test_sums_of_copies_and_the_bytes_of_a_ring(pool4: Pool) -> None:
+    hosts_RE = np.array([[1, 1, 0], [0, 1, 0], [0, 1, 1], [0, 0, 1]], dtype=bool)
+    found = pool4.run(rig_cases.summed, hosts_RE, 10)
+    for expert in range(3):
+        hosts = np.flatnonzero(hosts_RE[:, expert])
+        total = torch.stack([torch.full((10,), float(rank + 1)) for rank in hosts]).sum(0)
+        for rank in hosts:
+            assert torch.equal(found[rank][0][expert], total)
+    three, two = 2 * (3 - 1) * 10 * 4, 2 * (2 - 1) * 10 * 4
+    assert sum(rank[1] for rank in found) == three + two
+    assert [rank[1] for rank in found][3] == 40, (
+        "one of two hosts: half a gradient out, the sum of its half back"
+    )
+
+
+@pytest.mark.distributed
+def test_a_changed_layout_moves_each_new_copy_once(pool4: Pool) -> None:
+    old_RE = np.array([[1, 1], [0, 1], [0, 0], [0, 0]], dtype=bool)
+    new_RE = np.array([[0, 1], [1, 0], [0, 1], [0, 1]], dtype=bool)
+    assert arrivals(old_RE, new_RE) == [
+        Arrival(expert=0, sender=0, receiver=1),
+        Arrival(expert=1, sender=0, receiver=2),
+        Arrival(expert=1, sender=1, receiver=3),
+    ]
+    assert pool4.run(rig_cases.changed, old_RE, new_RE, 100) == [200, 100, 0, 0]
+
+
+def test_policies_decide_for_the_model_and_the_batch_at_hand() -> None:
+    expert = ExpertShape(hidden=128, width=256, element_bytes=4)
+    options = {"ranks": 8, "slots": 2, "pairs": 2048}
+    faster, llep, ultra, laer = (
+        fitted(get_policy(name), expert, **options) for name in ("fastermoe", "llep", "ultraep", "laer")
+    )
+    assert isinstance(faster, FasterMoE)
+    assert (faster.hidden, faster.width, faster.element_bytes, faster.max_shadows) == (128, 256, 4, 2)
+    assert isinstance(llep, LLEP)
+    assert (llep.slots, llep.min_tokens, llep.threshold) == (2, 8, LLEP().threshold)
+    assert isinstance(ultra, UltraEP)
+    assert ultra.min_tokens_per_replica == 8
+    assert isinstance(laer, Laer)
+    compute = 3 * laer.pair_seconds
+    assert 4 * laer.pair_bytes / laer.intra_bandwidth * 7 / 8 == pytest.approx(compute / 2)
