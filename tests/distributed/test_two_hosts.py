@@ -83,7 +83,7 @@ def test_two_hosts_train_like_one(hosts: tuple[Host, Host], tmp_path: Path) -> N
         model={"overrides": {**SHAPE, "hidden_size": 64, "num_experts": 8}},
         data={"seq_len": 64},
         train={"steps": STEPS, "checkpoint_every": STEPS, "trace": False},
-        lrmoe={"max_drop": 0.4, "warmup_steps": WARMUP},
+        lrmoe={"max_drop": 0.4, "warmup_steps": WARMUP, "replica_slots": 2},
     )
     config.write(tmp_path / "run.toml")
 
@@ -99,6 +99,7 @@ def test_two_hosts_train_like_one(hosts: tuple[Host, Host], tmp_path: Path) -> N
     assert len(tensors(tmp_path, "one")) == 1 + RANKS
     assert [line["lrmoe/kept_share"] for line in one[:WARMUP]] == [1.0] * WARMUP
     assert all(line["lrmoe/kept_share"] < 0.61 for line in one[WARMUP:])
+    assert all(line["lrmoe/bytes_replicas"] > 0 for line in one)
     assert one[-1]["loss"] < one[0]["loss"]
     # A rank sends to three others, two of them on the other host; dense gradients cross besides.
     assert min(crossed) > sum(line["wire_bytes"] for line in two) / 4
