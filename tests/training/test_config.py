@@ -44,7 +44,7 @@ def test_overrides_win_over_the_file_and_later_ones_win(tmp_path: Path) -> None:
         ("data.held_out=-0.1", "data.held_out"),
         ("data.seq_len=1", "data.seq_len=1: must be at least 2"),
         ("lrmoe.max_drop=2", "lrmoe.max_drop=2"),
-        ("lrmoe.policy=eplb", "lrmoe.policy='eplb'"),
+        ("lrmoe.policy=eplb", "policy='eplb' drops nothing"),
         ("model.preset=qwen3", "did you mean 'qwen3-moe-tiny'"),
         ("model.overrides=3", "model.overrides=3: must be of type dict"),
         ("train.name=a/b", "train.name='a/b'"),
