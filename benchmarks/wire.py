@@ -13,7 +13,7 @@ copied expert's pairs evenly; the best any choice could reach is 0.630 + metadat
 Targets: <= 0.68, <= 0.64; the third is reported. With `local_first` in place of an even spread, source ranks that hold
 a copy keep all its pairs: the same bytes cross, but over fewer pairs, so .token_choice.local_first is higher.
 
-Expected duration on 2 cores: 1 to 2 minutes.
+Expected duration on 2 cores: 2 to 3 minutes.
 """
 
 from __future__ import annotations
@@ -192,11 +192,14 @@ def bench(case: Case, name: str, fields: dict[str, Any], seed: int) -> dict[str,
 
 def show(rows: list[dict[str, Any]]) -> None:
     """A table on stderr: the ratio, and bytes per token that it is made of."""
-    table = Table("figure", "ratio", "lean, forward", "backward", "row per pair, forward", "backward")
+    table = Table(
+        "ratio", "lean:\nforward", "\nbackward", "per pair:\nforward", "\nbackward", title="bytes per token"
+    )
+    table.add_column("figure", overflow="fold")
     for row in rows:
         sizes = [row["context"]["bytes_per_token"][wire] for wire in ("lean", "row_per_pair")]
         cells = [f"{size[way]:.0f}" for size in sizes for way in ("forward", "backward")]
-        table.add_row(row["name"], f"{row['value']:.4f}", *cells)
+        table.add_row(f"{row['value']:.4f}", *cells, row["name"])
     Console(stderr=True).print(table)
 
 
