@@ -149,6 +149,8 @@ def executed(folder: str, name: str, steps: int, train: dict[str, Any] | None = 
     return {
         "sent": [record.bytes.get("replicas", 0) for record in records],
         "plans": [_moved(plan) for plan in plans],
+        "seats": [plan.instance_expert_J.size for plan in plans],
+        "layouts": [(plan.instance_expert_J.tolist(), plan.instance_rank_J.tolist()) for plan in plans],
         "params": 3 * shape.hidden * shape.width,
         "worst": executor.worst.eps,
         "loads": [record.forward_load_R for record in records],

@@ -11,17 +11,23 @@ from lrmoe.errors import LRMoEError
 from lrmoe.experiments.executor import differs_by
 from tests.distributed.pool import Pool
 from tests.experiments import rig_cases
+from tests.training.tiny import tiny_config
 
 EPS = torch.finfo(torch.float32).eps
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Where the corpus lies before several ranks look for it."""
+    tiny_config(tmp_path)
+    return str(tmp_path)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_an_executed_system_gives_what_the_trainer_gives(
-    pool2: Pool, tmp_path: Path, accumulate: int
-) -> None:
-    found = pool2.run(rig_cases.run, str(tmp_path), 3, {"accumulate": accumulate})
-    alone = pool2.run(rig_cases.losses_alone, str(tmp_path), 3, {"accumulate": accumulate})
+def test_an_executed_system_gives_what_the_trainer_gives(pool2: Pool, folder: str, accumulate: int) -> None:
+    found = pool2.run(rig_cases.run, folder, 3, {"accumulate": accumulate})
+    alone = pool2.run(rig_cases.losses_alone, folder, 3, {"accumulate": accumulate})
     for rank in range(2):
         assert found[rank]["losses"] == alone[rank], "watching changes no bit of the training"
         assert found[rank]["shapes"] == [(0, 1)] * (3 * accumulate)
@@ -36,8 +42,8 @@ def test_an_executed_system_gives_what_the_trainer_gives(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("tensor", ["output", "x", "alpha", "gate_up", "down"])
-def test_a_wrong_result_on_one_rank_is_an_error_on_all(pool2: Pool, tmp_path: Path, tensor: str) -> None:
-    outcomes = pool2.outcomes(rig_cases.run, str(tmp_path), 2, {}, tensor)
+def test_a_wrong_result_on_one_rank_is_an_error_on_all(pool2: Pool, folder: str, tensor: str) -> None:
+    outcomes = pool2.outcomes(rig_cases.run, folder, 2, {}, tensor)
     name = tensor if tensor == "output" else f"gradient of {tensor}"
     for outcome in outcomes:
         assert isinstance(outcome.error, LRMoEError)
@@ -45,15 +51,15 @@ def test_a_wrong_result_on_one_rank_is_an_error_on_all(pool2: Pool, tmp_path: Pa
 
 
 @pytest.mark.distributed
-def test_checkpointed_layers_are_recorded_once(pool2: Pool, tmp_path: Path) -> None:
+def test_checkpointed_layers_are_recorded_once(pool2: Pool, folder: str) -> None:
     for kind in ("reentrant", "non_reentrant"):
-        found = pool2.run(rig_cases.run, str(tmp_path), 2, {"activation_checkpointing": kind})
+        found = pool2.run(rig_cases.run, folder, 2, {"activation_checkpointing": kind})
         assert found[0]["shapes"] == [(0, 1)] * 2
 
 
 @pytest.mark.distributed
-def test_recorded_weights_and_gradients_are_the_trainers_own(pool2: Pool, tmp_path: Path) -> None:
-    assert pool2.run(rig_cases.weight_gradient, str(tmp_path)) == [(True, True)] * 2
+def test_recorded_weights_and_gradients_are_the_trainers_own(pool2: Pool, folder: str) -> None:
+    assert pool2.run(rig_cases.weight_gradient, folder) == [(True, True)] * 2
 
 
 def test_differences_are_in_eps_of_the_largest_entry() -> None:

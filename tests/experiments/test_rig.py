@@ -15,15 +15,23 @@ from lrmoe.planning import ExpertShape
 from lrmoe.planning.policies import LLEP, FasterMoE, Laer, UltraEP, get_policy
 from tests.distributed.pool import Pool
 from tests.experiments import rig_cases
+from tests.training.tiny import tiny_config
 
-OWNED = [n for n, s in SYSTEMS.items() if s.changes["storage"] == "owned" and not n.startswith("lrmoe")]
+OWNED = [n for n, s in SYSTEMS.items() if s.storage == "owned" and not n.startswith("lrmoe")]
 WEIGHT, GRADIENT, STATE = 4, 4, 8  # bytes per parameter
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Where the corpus lies before several ranks look for it."""
+    tiny_config(tmp_path)
+    return str(tmp_path)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", OWNED)
-def test_what_is_counted_is_what_the_plans_cause(pool4: Pool, tmp_path: Path, name: str) -> None:
-    found = pool4.run(rig_cases.executed, str(tmp_path), name, 12, limit_s=120)
+def test_what_is_counted_is_what_the_plans_cause(pool4: Pool, folder: str, name: str) -> None:
+    found = pool4.run(rig_cases.executed, folder, name, 12, limit_s=120)
     params = found[0]["params"]
     sent = np.sum([rank["sent"] for rank in found], axis=0)
     expected = [
@@ -37,8 +45,33 @@ def test_what_is_counted_is_what_the_plans_cause(pool4: Pool, tmp_path: Path, na
 
 
 @pytest.mark.distributed
-def test_copies_that_stay_sum_their_gradients_once_a_step(pool4: Pool, tmp_path: Path) -> None:
-    found = pool4.run(rig_cases.executed, str(tmp_path), "eplb", 1, {"accumulate": 2})
+@pytest.mark.parametrize(("name", "builds", "scatters"), [("laer", 2, 1), ("symi", 1, 1)])
+def test_rebuilt_experts_cross_as_shards(
+    pool4: Pool, folder: str, name: str, builds: int, scatters: int
+) -> None:
+    found = pool4.run(rig_cases.executed, folder, name, 4, limit_s=120)
+    sent = np.sum([rank["sent"] for rank in found], axis=0)
+    foreign = found[0]["params"] * 3 // 4  # parts of a seat's expert that lie on other ranks
+    expected = [foreign * seats * (WEIGHT * builds + GRADIENT * scatters) for seats in found[0]["seats"]]
+    assert sent.tolist() == expected
+    assert found[0]["worst"] < 32
+
+
+@pytest.mark.distributed
+def test_a_layout_of_shards_is_built_once_a_step_where_it_stays(pool4: Pool, folder: str) -> None:
+    found = pool4.run(rig_cases.executed, folder, "symi", 1, {"accumulate": 2}, limit_s=120)
+    sent = np.sum([rank["sent"] for rank in found], axis=0)
+    foreign = found[0]["params"] * 3 // 4
+    seats, layouts = found[0]["seats"], found[0]["layouts"]
+    for layer in (0, 1):
+        again = layouts[layer] != layouts[layer + 2]
+        assert sent[layer] == foreign * seats[layer] * WEIGHT, "no gradient leaves before the step ends"
+        assert sent[layer + 2] == foreign * seats[layer + 2] * (WEIGHT * again + GRADIENT)
+
+
+@pytest.mark.distributed
+def test_copies_that_stay_sum_their_gradients_once_a_step(pool4: Pool, folder: str) -> None:
+    found = pool4.run(rig_cases.executed, folder, "eplb", 1, {"accumulate": 2})
     sent = np.sum([rank["sent"] for rank in found], axis=0)
     params, plans = found[0]["params"], found[0]["plans"]
     first, last = slice(0, 2), slice(2, 4)  # calls of two layers each

@@ -37,7 +37,7 @@ def fairness(system: System, config: LRMoEConfig, role: str) -> dict[str, Any]:
         "acts": _said(system, info.acts),
         "moves": _said(system, info.moves),
         "traffic_counted": traffic(system),
-        "storage": config.storage,
+        "storage": system.storage,
         "estimator": f"{config.estimator}, score {config.score}" if drops else "exact, nothing dropped",
         "max_drop": config.max_drop,
         "exact_warmup_steps": config.warmup_steps if drops else "all",
@@ -48,7 +48,7 @@ def fairness(system: System, config: LRMoEConfig, role: str) -> dict[str, Any]:
 
 def traffic(system: System) -> str:
     """When weights, gradients and optimizer states of its experts cross the wire, as it is executed and counted."""
-    if system.changes.get("storage") == "sharded":
+    if system.storage == "sharded":
         return "every step" if system.info.slots == "resident" else "every call, forward and backward"
     if system.name == "megatron":
         return "none"

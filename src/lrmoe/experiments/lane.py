@@ -139,7 +139,7 @@ class Lane:
             "tokens": sum(line.tokens for line in self.lines),
             "call_ms": self._call_ms(calls, link_bytes_per_s),
             "fairness": fairness(self.system, self.config, self.role),
-            "config": self.config.to_dict(),
+            "config": {**self.config.to_dict(), "storage": self.system.storage},
             **self.extra,
         }
 

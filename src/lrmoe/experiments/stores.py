@@ -3,8 +3,9 @@
     KeptCopies      copies fetched at the call, kept until its backward           FasterMoE, LLEP
     Residents       copies that stay with their ranks; layout changes and the     FlexMoE, SmartMoE, EPLB
                     sum of copies' gradients are executed and counted
-    LayoutPerStep   experts rebuilt from shards where the step or the layout      SYMI
-                    changed; gradients scattered to the shards once a step
+    Rebuilt         experts built from shards on all ranks, at every call or      LAER-MoE
+                    where the step or the layout changed; gradients scattered     SYMI
+                    to the shards at every call, or once a step
 
 A system that the rig only executes trains nothing, so its copies have to be brought up to date, and gradients brought
 home to be compared, where the real system does neither: that is done outside the clock and not counted.
@@ -14,14 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lrmoe.distributed.replicas import fetch_replicas, return_gradients
+from lrmoe.distributed.sharded import fetch_shards, gather_homes, return_shards, scatter_homes
 from lrmoe.experiments.residence import Hosts, change, hosts_of, synchronise
 from lrmoe.layer.call import Call
 from lrmoe.layer.experts import WeightGrads, Weights
 from lrmoe.layer.weights import Lease, Owned
+from lrmoe.planning.problem import IntArray
+from lrmoe.planning.shards import Cut
 
 Ends = Callable[[], bool]  # whether the micro-batch that is executed is the last of its step
 
@@ -118,6 +123,75 @@ class Residents:
             sent = synchronise(call.comm, self._hosts_RE, self._sums)
         call.open_call.sent("replicas", sent)
         self._sums = {}
+
+
+class Rebuilt:
+    """Experts built from shards that all ranks hold equal parts of.
+
+    Args:
+        ends: whether the step ends with this micro-batch.
+        cuts: how experts are cut.
+        every_call: build and scatter at every call, in backward again; otherwise only what a step needs.
+    """
+
+    homes = False
+
+    def __init__(self, ends: Ends, cuts: tuple[Cut, Cut], *, every_call: bool) -> None:
+        self._ends, self._cuts, self._every_call = ends, cuts, every_call
+        self._built: tuple[int, IntArray, IntArray] | None = None  # step, experts and ranks of the seats
+        self._lease: Lease | None = None
+
+    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
+        """Build the experts of this rank's seats, unless those that it has are still the right ones."""
+        if self._lease is None or not self._fits(call):
+            self._lease = self._build(call, gate_up, down)
+            self._built = (_step(call), call.seats.expert_Q, call.seats.rank_Q)
+        lease = self._lease
+        if self._every_call:
+            self._lease = None
+        return lease
+
+    def give_back(self, call: Call, grads: WeightGrads) -> tuple[Tensor | None, Tensor | None]:
+        """Scatter the gradients to their shards, and bring home what the caller compares."""
+        wide = [None if g is None else g.to(call.scale_dtype()) for g in (grads.gate_up, grads.down)]
+        cuts = self._cuts
+        if self._every_call or self._ends():
+            with call.open_call.clock.phase("replicas"):
+                shards, sent = return_shards(call.comm, call.seats, wide[0], wide[1], cuts)
+            call.open_call.sent("replicas", sent)
+        else:  # it would stay where it is until the step ends
+            shards, _ = return_shards(call.comm, call.seats, wide[0], wide[1], cuts)
+        home = [
+            None if s is None else gather_homes(call.comm, s, cut)
+            for s, cut in zip(shards, cuts, strict=True)
+        ]
+        return home[0], home[1]
+
+    def _fits(self, call: Call) -> bool:
+        assert self._built is not None, "set with the lease"
+        step, expert_Q, rank_Q = self._built
+        same = np.array_equal(expert_Q, call.seats.expert_Q) and np.array_equal(rank_Q, call.seats.rank_Q)
+        return same and step == _step(call)
+
+    def _build(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
+        cuts = self._cuts
+        shards = [
+            scatter_homes(call.comm, call.cast(w), cut) for w, cut in zip((gate_up, down), cuts, strict=True)
+        ]
+        with call.open_call.clock.phase("replicas"):
+            pending = fetch_shards(call.comm, call.seats, shards[0], shards[1], cuts)
+        call.open_call.sent("replicas", pending.sent_bytes)
+
+        def wait() -> Weights:
+            with call.open_call.clock.phase("replicas"):
+                whole = pending.wait()
+            return Weights(gate_up=whole[0], down=whole[1], activation=call.activation)
+
+        return wait
+
+
+def _step(call: Call) -> int:
+    return -1 if call.moment is None else call.moment.step
 
 
 def _uncounted(call: Call, gate_up: Tensor, down: Tensor) -> Lease:
