@@ -177,7 +177,7 @@ def check_memory(question: Question) -> None:
     if needed > there:
         raise ConfigError(
             f"hidden={question.layer.shape.hidden}: a replay needs about {needed / 2**30:.1f} GiB and "
-            f"{question.device.type} has {there / 2**30:.1f}: take a smaller --hidden, fewer --tokens or fewer --systems"
+            f"{question.device.type} has {there / 2**30:.1f}: take a smaller --hidden or fewer --tokens"
         )
 
 

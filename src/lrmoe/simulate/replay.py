@@ -79,7 +79,8 @@ class Lane:
         name: as it is listed. plan: of the call. repeats: runs of every rank. times: measured so far.
         forward: its pairs; kept: its backward.
         most: bytes of the fullest rank: "<pass>_subtotal" of experts, replicas and token buffers, "<pass>_memory" of
-            everything that was allocated. parts: pass -> part -> bytes of that subtotal.
+            everything that was allocated, "backward_unpacked" the backward's subtotal had the whole stash stayed.
+        parts: pass -> part -> bytes of its subtotal.
         energy_dropped: share of squared scores that its backward leaves out.
     """
 
@@ -232,6 +233,7 @@ def _run_rank(data: Data, lane: Lane, rank: int, *, first: bool) -> None:
         one.backward(lane.kept)
         if first:
             lane.fullest("backward", one.held, counted.most)
+            lane.most["backward_unpacked"] = max(lane.most.get("backward_unpacked", 0), one.unpacked)
         one.add_home(_returning(lane.plan, rank))
 
 

@@ -52,6 +52,6 @@ def recorded_call(trace: Trace, ranks: int | None, layer: int | None, call: int 
     (found,) = from_trace(trace, ranks or trace.ranks, layers=[chosen])
     last = len(found.counts) - 1
     if call is not None and not 0 <= call <= last:
-        raise ConfigError(f"call={call}: layer {chosen} of the trace has calls 0 to {last}")
+        raise ConfigError(f"call={call}: the trace has calls 0 to {last} of layer {chosen}")
     at = last if call is None else call
     return Calls(name=f"layer {chosen}, call {at}", counts=found.counts[: at + 1], skip=at)

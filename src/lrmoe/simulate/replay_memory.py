@@ -39,6 +39,10 @@ class Held:
         """The rank gives a part back."""
         self._held.pop(part, None)
 
+    def size(self, *parts: str) -> int:
+        """Bytes held now under some parts."""
+        return sum(t.nbytes for part in parts for t in self._held.get(part, ()))
+
     def restart(self) -> None:
         """Forget the peak, not what is held: between forward and backward."""
         self.most = 0

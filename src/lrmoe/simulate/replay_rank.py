@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.layer import experts
-from lrmoe.layer.experts import Needs, Rows, Weights, experts_backward, experts_forward
+from lrmoe.layer.experts import Rows, WeightGrads, Weights, experts_backward, experts_forward
 from lrmoe.layer.routing import token_entries
 from lrmoe.ops import Workspace, combine, gather_rows
 from lrmoe.planning.problem import IntArray
@@ -28,7 +28,6 @@ from lrmoe.simulate.replay_times import Times
 
 BLOCK_ROWS = {"cpu": 4096, "cuda": 131072}
 ACTIVATION = "silu"
-_ALL = Needs(x=True, gate_up=True, down=True)
 
 _scratch = Workspace()
 
@@ -66,7 +65,8 @@ class Rank:
     Attributes:
         held: bytes it holds. y_MH, norm_M: of the last forward, rows in received order, norms in (seat, source, token)
             order. grads: fp32 weight gradients of its seats after backward. dx: input gradients of its rows in
-            received order, of pairs that stay and that move.
+            received order, of pairs that stay and that move. unpacked: the most bytes held in backward, had the whole
+            stash stayed.
     """
 
     def __init__(self, data: Data, forward: Wire, rank: int, slots: int, times: Times) -> None:
@@ -139,6 +139,7 @@ class Rank:
         data, rank, held, times = self._data, self._rank, self.held, self._times
         self.y_MH = self.norm_M = None
         held.restart()
+        before = held.size("stash", "dispatched")
         if kept.kept_R is not None:
             with times.phase("backward", rank, "positions"):
                 position_M, ends = self._positions(kept)
@@ -164,6 +165,7 @@ class Rank:
         with times.phase("backward", rank, "return"):
             self._sum(dx_PH, pair_P, None)
             self._return_alpha(pair_P)
+        self.unpacked = held.most + before - held.size("stash", "dispatched")
 
     def add_home(self, copies: int) -> None:
         """Add so many experts' gradients, as foreign seats send them home, to fp32 sums: their home's part."""
@@ -226,15 +228,12 @@ class Rank:
         """Experts' backward, block after block; the dot products of the rows with their outputs' gradients."""
         dots = []
         for block, x, h in self._kept_blocks(wire, place, again):
-            grads = experts_backward(
+            into = WeightGrads(gate_up=self.grads[0][block.seats], down=self.grads[1][block.seats])
+            dot = experts_backward(
                 self._weights(block.seats), x, h, Rows(source=g, index_M=place[block.at]), scale[block.at],
-                block.counts, dx=dx, dx_index=place[block.at], needs=_ALL,
+                block.counts, dx=dx, dx_index=place[block.at], grads=into, add=True,
             )  # fmt: skip
-            assert grads.gate_up is not None
-            assert grads.down is not None
-            self.grads[0][block.seats].add_(grads.gate_up)
-            self.grads[1][block.seats].add_(grads.down)
-            dots.append(grads.dot_M)
+            dots.append(dot)
         return torch.cat(dots) if dots else scale
 
     def _kept_blocks(

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lrmoe.layer.routing import expert_order, sort_pairs
+from lrmoe.layer.routing import expert_order, ranges, sort_pairs
 from lrmoe.ops import gather_rows
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.seats import Seats
-from lrmoe.planning.split import interval
+from lrmoe.planning.transfers import Transfers, transfers
 from lrmoe.simulate.replay_times import Times
 
 
@@ -92,8 +92,7 @@ def seat_index(counts_Q: IntArray, by_expert_Q: IntArray) -> IntArray:
     count = counts_Q[by_expert_Q]
     start_Q = np.empty_like(counts_Q)
     start_Q[by_expert_Q] = np.cumsum(count) - count
-    begin_Q = np.cumsum(counts_Q) - counts_Q
-    return np.repeat(start_Q - begin_Q, counts_Q) + np.arange(int(counts_Q.sum()), dtype=np.int64)
+    return ranges(start_Q, counts_Q)
 
 
 def order_source(ids_TK: Tensor, seats: Seats, rank: int) -> tuple[Tensor, Tensor]:
@@ -101,23 +100,6 @@ def order_source(ids_TK: Tensor, seats: Seats, rank: int) -> tuple[Tensor, Tenso
     order = sort_pairs(ids_TK, seats.topology.experts)[0][: int(seats.assign_RQ[rank].sum())]
     index = seat_index(seats.assign_RQ[rank], seats.by_expert_Q)
     return order, order[torch.from_numpy(index).to(order.device)]
-
-
-def leave_and_stay(kept_RQ: IntArray, seats: Seats) -> tuple[IntArray, IntArray]:
-    """Kept pairs that run where their forward did, and those that arrive at another seat, int64 (R, Q) each.
-
-    A seat with more kept pairs than its place in backward gives up the last ones in the order (source, token); the
-    expert's other seats take them up to theirs.
-    """
-    stay_RQ, moved_RQ = kept_RQ.copy(), np.zeros_like(kept_RQ)
-    over_Q = kept_RQ.sum(axis=0) - seats.backward_Q
-    for expert in np.unique(seats.expert_Q[over_Q > 0]):
-        at = np.flatnonzero(seats.expert_Q == expert)
-        before = np.cumsum(kept_RQ[::-1, at], axis=0)[::-1] - kept_RQ[:, at]
-        leave = np.clip(np.maximum(over_Q[at], 0) - before, 0, kept_RQ[:, at])
-        stay_RQ[:, at] -= leave
-        moved_RQ[:, at] = interval(leave.sum(axis=1), np.maximum(-over_Q[at], 0))
-    return stay_RQ, moved_RQ
 
 
 def kept_per_seat(weight_N: Tensor, counts_Q: IntArray) -> tuple[Tensor, IntArray]:
@@ -132,20 +114,17 @@ def kept_per_seat(weight_N: Tensor, counts_Q: IntArray) -> tuple[Tensor, IntArra
     return position, np.diff(reached, prepend=0)
 
 
-def split_source(
-    position_P: Tensor, kept_Q: IntArray, stay_Q: IntArray, moved_Q: IntArray, by_expert_Q: IntArray
-) -> tuple[Tensor, Tensor]:
+def split_source(position_P: Tensor, moves: Transfers, rank: int) -> tuple[Tensor, Tensor]:
     """A source's kept positions that stay, in seat order, and those that move, in the order of their new seats."""
-    if not moved_Q.any():
-        return position_P, position_P[:0]
-    begin_Q = np.cumsum(kept_Q) - kept_Q
-    stays = np.repeat(begin_Q - (np.cumsum(stay_Q) - stay_Q), stay_Q) + np.arange(int(stay_Q.sum()))
-    leave_Q = (kept_Q - stay_Q)[by_expert_Q]
-    first = (begin_Q + stay_Q)[by_expert_Q] - (np.cumsum(leave_Q) - leave_Q)
-    leaves = np.repeat(first, leave_Q) + np.arange(int(leave_Q.sum()))
-    leaves = leaves[seat_index(moved_Q, by_expert_Q)]
-    device = position_P.device
-    return position_P[torch.from_numpy(stays).to(device)], position_P[torch.from_numpy(leaves).to(device)]
+    mine = moves.source_X == rank
+    pairs, to = moves.pairs_X[mine], moves.to_X[mine]
+    begins, stay = np.cumsum(pairs) - pairs, to == moves.from_X[mine]
+    away = np.flatnonzero(~stay)
+    away = away[np.argsort(to[away], kind="stable")]
+    stays, leaves = (
+        torch.from_numpy(ranges(begins[some], pairs[some])).to(position_P.device) for some in (stay, away)
+    )
+    return position_P[stays], position_P[leaves]
 
 
 def reroute(forward: Wire, weight_R: Sequence[Tensor] | None, times: Times) -> Backward:
@@ -166,14 +145,15 @@ def reroute(forward: Wire, weight_R: Sequence[Tensor] | None, times: Times) -> B
             found.append(kept_per_seat(weight_N, seats.assign_RQ[rank]))
     kept_RQ = np.stack([kept_Q for _, kept_Q in found])
     halves = []
-    for rank, (position_P, kept_Q) in enumerate(found):
+    for rank, (position_P, _) in enumerate(found):
         with times.phase("backward", rank, "moves"):
-            stay_RQ, moved_RQ = leave_and_stay(kept_RQ, seats)
-            halves.append(split_source(position_P, kept_Q, stay_RQ[rank], moved_RQ[rank], seats.by_expert_Q))
-    stays, moves = ([half[side] for half in halves] for side in (0, 1))
+            moves = transfers(kept_RQ, seats)
+            halves.append(split_source(position_P, moves, rank))
+    stay_RQ, moved_RQ = (moves.table(*kept_RQ.shape, stay=stay) for stay in (True, False))
+    stays, leaves = ([half[side] for half in halves] for side in (0, 1))
     return Backward(
         stay=_kept_wire(forward, stay_RQ, stays, weight_R),
-        moved=_kept_wire(forward, moved_RQ, moves, weight_R),
+        moved=_kept_wire(forward, moved_RQ, leaves, weight_R),
         kept_R=[_mask(len(w), position) for w, position in zip(weight_R, stays, strict=True)],
     )
 

@@ -99,6 +99,7 @@ def _ratios(own: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, float]
         found[f"{name}_time_reduction"] = 1 - _over(own[f"{name}_ms"], base[f"{name}_ms"])
         found[f"{name}_subtotal_reduction"] = 1 - own[f"{name}_subtotal"] / base[f"{name}_subtotal"]
         found[f"{name}_memory_reduction"] = 1 - _over(own[f"{name}_memory"], base[f"{name}_memory"])
+    found["backward_unpacked_reduction"] = 1 - own["backward_unpacked"] / base["backward_unpacked"]
     found["memory_reduction"] = 1 - own["memory"] / base["memory"]
     return found
 
