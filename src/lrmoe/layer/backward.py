@@ -102,6 +102,7 @@ def walk_backward(
     scale_N = alpha_N.to(call.scale_dtype())
     weights, parts = lease(), call.plan.backward_chunks
     add = parts > 1 or (route.carried and not route.all_carried)
+    del lease
     back = Back(
         call=call,
         walked=walked,
@@ -121,7 +122,9 @@ def walk_backward(
     if wanted.alpha and walked.y_NH is not None:
         with clock.phase("return"):
             alpha_grad = _full_alpha(back)
-    d_gate_up, d_down = call.storage.give_back(call, back.grads)
+    grads = back.grads
+    del back, weights  # copies of foreign weights are not read again
+    d_gate_up, d_down = call.storage.give_back(call, grads)
     return Gradients(x_TH=x_grad, alpha_TK=alpha_grad, gate_up=d_gate_up, down=d_down)
 
 
@@ -177,12 +180,16 @@ def _part(
     with clock.phase("experts_backward"):
         dot_Q = _experts(back, layout, g, x_carried, token_P, dx_QH)
     call.open_call.ledger.add("backward", dx_QH)
+    g = g.emptied()
+    del x_carried
     with clock.phase("return"):
         x_grad = None
         if dx_QH is not None:
             rows = return_rows(call, g, dx_QH, None, "return")
-            x_grad = sum_by_token(g, rows, pair_P, back.alpha_TK.shape, None)
             call.open_call.ledger.add("backward", rows)
+            del dx_QH
+            x_grad = sum_by_token(g, rows, pair_P, back.alpha_TK.shape, None)
+            del rows
         if alpha is not None:
             dot_P = send_back(call, layout.to_received(dot_Q), layout, "return")
             alpha[pair_P] = dot_P if back.weight_N is None else dot_P * back.weight_N[_all(source_P)]
@@ -222,7 +229,7 @@ def _only_carried(call: Call, route: Route, cells_RV: IntArray) -> tuple[IntArra
 def _experts(
     back: Back, layout: Layout, g: Arrival, x_carried: Rows | None, token_P: Tensor, dx_QH: Tensor | None
 ) -> Tensor:
-    """Experts' backward at this rank's seats, of pairs that stayed, then of those that carried their input: dots (Q,)."""
+    """Experts' backward at this rank's seats, of pairs that stayed, then of those that carry their input: dots (Q,)."""
     seats = len(layout.segments_S) // 2
     staying, dots = sum(layout.segments_S[:seats]), []
     if not back.route.all_carried:

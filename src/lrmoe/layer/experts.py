@@ -176,17 +176,36 @@ def experts_forward(
     h_M2I = weights.gate_up.new_empty((rows, width)) if stash else None
     norm_M = torch.empty(rows, dtype=torch.float32, device=out.device) if norms else None
     for seats, at in blocks(counts, weights.homes, out.device):
-        size, part, (gate_up, down) = at.stop - at.start, counts[seats], weights.of(seats)
-        h = scratch.take("h", (size, width), out) if h_M2I is None else h_M2I[at]
-        grouped_mm(x.take("x", at.start, at.stop), gate_up, part, out=h)
-        phi = gated_activation(h, weights.activation, out=scratch.take("phi", (size, width // 2), out))
-        if norm_M is not None:
-            norm_M[at] = row_norms(phi)
-        y = out[at] if out_index is None else scratch.take("y", (size, out.shape[1]), out)
-        grouped_mm(phi, down, part, out=y)
-        if out_index is not None:
-            place_rows(out, out_index[at], y)
+        h = None if h_M2I is None else h_M2I[at]
+        norm = None if norm_M is None else norm_M[at]
+        _block_forward(weights, x, counts[seats], seats, at, h, norm, out, out_index)
     return h_M2I, norm_M
+
+
+def _block_forward(
+    weights: Weights,
+    x: Rows,
+    part: Sequence[int],
+    seats: slice,
+    at: slice,
+    h: Tensor | None,
+    norm: Tensor | None,
+    out: Tensor,
+    out_index: Tensor | None,
+) -> None:
+    """One block, a function of its own so that its scratch is gone before the next one begins."""
+    size, (gate_up, down) = at.stop - at.start, weights.of(seats)
+    width = gate_up.shape[1]
+    if h is None:
+        h = scratch.take("h", (size, width), out)
+    grouped_mm(x.take("x", at.start, at.stop), gate_up, part, out=h)
+    phi = gated_activation(h, weights.activation, out=scratch.take("phi", (size, width // 2), out))
+    if norm is not None:
+        norm.copy_(row_norms(phi))
+    y = out[at] if out_index is None else scratch.take("y", (size, out.shape[1]), out)
+    grouped_mm(phi, down, part, out=y)
+    if out_index is not None:
+        place_rows(out, out_index[at], y)
 
 
 def experts_backward(
@@ -217,24 +236,47 @@ def experts_backward(
     """
     dot_M = scale_M.new_empty(sum(counts))
     for seats, at in blocks(counts, weights.homes, scale_M.device):
-        part, (gate_up, down) = counts[seats], weights.of(seats)
-        d_gate_up, d_down = grads.of(seats, weights.homes)
-        g_rows, scale, early = _prescaled(g.take("g", at.start, at.stop), scale_M[at])
-        x_rows = x.take("x", at.start, at.stop) if d_gate_up is not None or h is None else None
-        h_rows = _hidden(gate_up, x_rows, h, at, part)
-        dphi = scratch.take("dphi", (g_rows.shape[0], down.shape[2]), g_rows)
-        grouped_mm_input(g_rows, down, part, out=dphi)
-        dh, phi, dot = gated_activation_backward(
-            dphi, h_rows, scale, weights.activation, out=scratch.take("dh", tuple(h_rows.shape), h_rows)
+        part, found = counts[seats], grads.of(seats, weights.homes)
+        dh, x_rows = _block_backward(
+            weights, x, h, g, scale_M[at], part, seats, at, dot=dot_M[at], grads=found, add=add
         )
-        dot_M[at] = dot if early is None else dot / early
-        if d_down is not None:
-            grouped_mm_weight(g_rows, phi, part, out=d_down, add=add)
-        if d_gate_up is not None and x_rows is not None:
-            grouped_mm_weight(dh, x_rows, part, out=d_gate_up, add=add)
+        if found[0] is not None and x_rows is not None:
+            grouped_mm_weight(dh, x_rows, part, out=found[0], add=add)
+        del x_rows
         if dx is not None:
-            _input_gradient(dh, gate_up, part, dx, dx_index, at)
+            _input_gradient(dh, weights.of(seats)[0], part, dx, dx_index, at)
+        del dh
     return dot_M
+
+
+def _block_backward(
+    weights: Weights,
+    x: Rows,
+    h: Rows | None,
+    g: Rows,
+    scale: Tensor,
+    part: Sequence[int],
+    seats: slice,
+    at: slice,
+    *,
+    dot: Tensor,
+    grads: tuple[Tensor | None, Tensor | None],
+    add: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """One block as far as the gradient at the first projection, and its inputs; the rest of its scratch ends here."""
+    gate_up, down = weights.of(seats)
+    g_rows, scale, early = _prescaled(g.take("g", at.start, at.stop), scale)
+    x_rows = x.take("x", at.start, at.stop) if grads[0] is not None or h is None else None
+    h_rows = _hidden(gate_up, x_rows, h, at, part)
+    dphi = scratch.take("dphi", (g_rows.shape[0], down.shape[2]), g_rows)
+    grouped_mm_input(g_rows, down, part, out=dphi)
+    dh, phi, found = gated_activation_backward(
+        dphi, h_rows, scale, weights.activation, out=scratch.take("dh", tuple(h_rows.shape), h_rows)
+    )
+    dot.copy_(found if early is None else found / early)
+    if grads[1] is not None:
+        grouped_mm_weight(g_rows, phi, part, out=grads[1], add=add)
+    return dh, x_rows
 
 
 def _prescaled(g_rows: Tensor, scale_M: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

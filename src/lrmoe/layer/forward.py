@@ -121,11 +121,14 @@ def _forward_part(
             weights, arrival.rows, layout.segments_S, out=y_MH, out_index=arrival.out_index,
             stash=call.keeps_rows, norms=call.scored and call.config.needs_phi,
         )  # fmt: skip
+    if not call.keeps_rows and call.comm.size > 1:
+        arrival = arrival.emptied()
     with clock.phase("combine"):
         y_NH = return_rows(call, arrival, y_MH, arrival.columns[0] if call.lean else None, "combine")
+        ledger.add("outputs", y_MH, y_NH)
+        del y_MH
         norm_N = None if norm_M is None else send_back(call, layout.to_received(norm_M), layout, "combine")
         out_TH = sum_by_token(arrival, y_NH, pair_N, alpha_TK.shape, alpha)
-    ledger.add("outputs", y_MH, y_NH)
     return _Part(out_TH=out_TH, arrival=arrival, h_M2I=h_M2I, norm_N=norm_N, y_NH=y_NH)
 
 
@@ -151,6 +154,7 @@ def _in_parts(
             norm_N[at if place_N is None else place_N[at]] = part.norm_N
         if kept_y is not None:
             kept_y[at] = part.y_NH
+        del part
     return Walked(
         out_TH=out_TH.to(call.compute_dtype),
         place_N=place_N,

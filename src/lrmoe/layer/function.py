@@ -58,11 +58,15 @@ class MoEFunction(torch.autograd.Function):
         if call.moment is not None and not call.open_call.repeated:
             call.open_call.finished = True
             call.telemetry.add(call.open_call)
-        found = (grads.x_TH, grads.alpha_TK, grads.gate_up, grads.down)
-        cast = [
-            None if grad is None else grad.to(dtype) for grad, dtype in zip(found, ctx.dtypes, strict=True)
-        ]
-        return (None, None, *cast)
+        found = [grads.x_TH, grads.alpha_TK, grads.gate_up, grads.down]
+        del grads
+        for place, dtype in enumerate(
+            ctx.dtypes
+        ):  # one after the other: the wider one goes before the next is cast
+            grad = found[place]
+            found[place] = None if grad is None else grad.to(dtype)
+            del grad
+        return (None, None, *found)
 
 
 def run_forward(

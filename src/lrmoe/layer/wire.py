@@ -14,7 +14,7 @@ source, V rows received, R ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,11 @@ class Arrival:
     rows: Rows
     columns: list[Tensor]
     lean: LeanRows | None
+
+    def emptied(self) -> Arrival:
+        """The same exchange without its rows, which are not read again."""
+        none = self.rows.source.new_empty((0, self.rows.source.shape[1]))
+        return replace(self, rows=Rows(source=none, index_M=self.rows.index_M))
 
     @property
     def out_index(self) -> Tensor | None:

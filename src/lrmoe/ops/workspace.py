@@ -3,12 +3,16 @@
 A fresh large CPU buffer costs a page fault per 4 KiB: more than the gather that fills it. Scratch is therefore kept,
 per thread, up to a fixed size for each name and dtype. On CUDA the caching allocator does this already and nothing is
 kept here.
+
+Under a byte budget nothing is kept either: what is alive is then what is used, whatever ran before.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ class Workspace(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._keep = True
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised contiguous tensor in the dtype and on the device of `like`.
@@ -28,7 +33,7 @@ class Workspace(threading.local):
         Valid until the same name is taken again in this thread; never to be returned or saved.
         """
         size = math.prod(shape)
-        if like.device.type != "cpu" or size * like.element_size() > _KEEP_BYTES:
+        if not self._keep or like.device.type != "cpu" or size * like.element_size() > _KEEP_BYTES:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         key = (name, like.dtype)
         buffer = self._buffers.get(key)
@@ -37,6 +42,18 @@ class Workspace(threading.local):
                 buffer = torch.empty(size, dtype=like.dtype, device="cpu")
             self._buffers[key] = buffer
         return buffer[:size].view(shape)
+
+    @contextmanager
+    def fresh(self, wanted: bool = True) -> Iterator[None]:
+        """Within, where `wanted`, every buffer is new and goes with its last user; what was kept is given back."""
+        before = self._keep
+        if wanted:
+            self.release()
+            self._keep = False
+        try:
+            yield
+        finally:
+            self._keep = before
 
     def release(self) -> None:
         """Give all scratch of this thread back."""
