@@ -103,7 +103,9 @@ def test_compare_help_describes_systems_presets_and_its_table(run: Run) -> None:
     for name, preset in PRESETS.items():
         limits = preset["compare"]
         assert f"- {name}: " in said
-        assert f"to loss {limits['target_loss']}, at most {limits['max_steps']} steps" in said
+        aim = f"to loss {limits['target_loss']}, at most " if "target_loss" in limits else ""
+        assert f"{limits['ep']} ranks" in said
+        assert f"{aim}{limits['max_steps']} steps" in said
     keys = said.split("Its keys:")[1].split("Options")[0]
     for field in dataclasses.fields(CompareConfig):
         assert field.name in keys

@@ -185,10 +185,15 @@ def compare(
         str, typer.Option(help="Comparison that ships with the package: demo or small.")
     ] = "demo",
     systems: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Systems to compare, e.g. megatron,lrmoe,lrmoe-topk20.")
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Systems, e.g. megatron,lrmoe; my_file.py:MyPolicy; or all of the package."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The run's folder is runs/<name>.")] = None,
-    target_loss: Annotated[float | None, typer.Option(help="Smoothed training loss to reach.")] = None,
+    target_loss: Annotated[
+        float | None, typer.Option(help="Smoothed training loss to reach, instead of a number of steps.")
+    ] = None,
     ep: Ranks = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data and selection.")] = None,
     config: ConfigFile = None,
@@ -197,15 +202,27 @@ def compare(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Train the same model under several systems to the same loss and say what each needed.
+    """Run the same training under several systems, to the same loss or for as many steps, and say what each needed.
 
     Prints tables, and fills the folder runs/<name>/: config.toml, metrics.jsonl, trace.parquet (where pyarrow is
     installed), summary.json, and a self-contained report.html.
+
+    Systems that prune backward are trained. Those with exact gradients share one training run: fixed ownership trains,
+    the others execute every layer call of it, and their outputs and gradients must equal the trainer's.
 
     Systems:
 
     \b
     - megatron: fixed ownership, exact backward
+    - fastermoe: hottest experts broadcast to all ranks, kept until backward
+    - flexmoe: resident copies, changed when the balance is bad
+    - smartmoe: experts change owners every 10 calls
+    - symi: instances by the last call's load, rebuilt once a step
+    - laer: every rank's experts gathered from shards at each call
+    - ultraep: replicas by the call's own load, fetched again in backward
+    - topoep: one matching of hot experts and free slots a call
+    - eplb: resident copies by past load, packed anew every 3 calls
+    - llep: spilled experts sent along above 1.3 mean loads
     - lrmoe: pruned, compacted backward as configured
     - lrmoe-sampled50: half of the pairs sampled for backward
     - lrmoe-topk20: the published setting: best 80 % by LRM
@@ -213,8 +230,8 @@ def compare(
     Presets:
 
     \b
-    - demo: megatron and lrmoe to loss 2.3, at most 110 steps
-    - small: all four systems to loss 2.1, at most 300 steps
+    - demo: megatron and lrmoe over 2 ranks to loss 2.3, at most 110 steps
+    - small: all systems over 8 ranks, 60 steps
 
     A file given with --config, and --set, hold table [compare] beside those of lrmoe train. Its keys: systems,
     target_loss, max_steps, ep, smoothing_steps (of the smoothed loss), link_bytes_per_s (of the critical path), or else

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.experiments.systems import System
+from lrmoe.planning import ExpertShape
+from lrmoe.planning.memory import GRADIENT_BYTES
 
 TRAINS = "its own training run"
 SHARED = "the shared training run"
@@ -19,19 +22,31 @@ _SLOTS = {
 }
 
 
-def fairness(system: System, config: LRMoEConfig, role: str) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What slots are made of: an expert, the MoE layers, and bytes of optimizer state for each parameter."""
+
+    expert: ExpertShape
+    layers: int
+    state_bytes: int
+
+
+def fairness(system: System, config: LRMoEConfig, role: str, sizes: Sizes | None = None) -> dict[str, Any]:
     """Rows of the fairness table, in order; the same keys for every system.
 
     Args:
         system: which. config: what its layers run with. role: TRAINS, SHARED or EXECUTES.
+        sizes: of the model; without them nothing is said about bytes of slots.
     """
     info, drops = system.info, config.max_drop > 0
+    bytes_of_slots = {} if sizes is None else {"bytes_of_slots": slot_bytes(system, config, sizes)}
     return {
         "title": info.title,
         "gradients_from": role,
         "slots_beyond_E/R": "0"
         if not config.replica_slots
         else _SLOTS[info.slots].format(slots=config.replica_slots),
+        **bytes_of_slots,
         "budget_bytes": config.memory_budget or config.layer_budget or "none",
         "plans_from": _said(system, info.inputs),
         "acts": _said(system, info.acts),
@@ -44,6 +59,23 @@ def fairness(system: System, config: LRMoEConfig, role: str) -> dict[str, Any]:
         "activations": config.activations,
         "rows_on_the_wire": "one per (token, rank)" if config.lean_wire is True else "one per pair",
     }
+
+
+def slot_bytes(system: System, config: LRMoEConfig, sizes: Sizes) -> int:
+    """Bytes of a rank that filled replica slots take, with their fp32 gradients, beside its home experts.
+
+    Shared slots exist once; copies kept until backward stay in every layer of a micro-batch; resident slots are in
+    every layer all the time, with optimizer states where those are not sharded.
+    """
+    expert, layers = sizes.expert, sizes.layers
+    slots = 0 if system.info.slots == "none" else config.replica_slots
+    weights, gradient = expert.weight_bytes, expert.params * GRADIENT_BYTES
+    if system.info.slots == "unbounded":
+        return slots * (layers * weights + gradient)
+    if system.info.slots != "resident":
+        return slots * (weights + gradient)
+    states = 0 if system.storage == "sharded" else expert.params * sizes.state_bytes
+    return slots * layers * (weights + gradient + states)
 
 
 def traffic(system: System) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.experiments.cost import StepCost
-from lrmoe.experiments.fairness import TRAINS, fairness
+from lrmoe.experiments.fairness import TRAINS, Sizes, fairness
 from lrmoe.experiments.smoothing import LossWindow
 from lrmoe.experiments.systems import System
 
@@ -48,7 +48,7 @@ class Lane:
     Args:
         system, config: what runs. target_loss: that the smoothed loss must reach, or None.
         smoothing_steps: width of the smoothed loss's window. max_steps: the last step.
-        role: who makes its gradients, for the fairness table.
+        role: who makes its gradients, sizes: of the model, both for the fairness table.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class Lane:
         smoothing_steps: int,
         max_steps: int,
         role: str = TRAINS,
+        sizes: Sizes | None = None,
     ) -> None:
         self.system = system
         self.config = config
-        self.role = role
+        self.role, self.sizes = role, sizes
         self.lines: list[StepLine] = []
         self.reached = False
         self.extra: dict[str, Any] = {}  # further entries of the summary
@@ -138,7 +139,7 @@ class Lane:
             "nonfinite_scores": sum(c.nonfinite_scores for c in costs),
             "tokens": sum(line.tokens for line in self.lines),
             "call_ms": self._call_ms(calls, link_bytes_per_s),
-            "fairness": fairness(self.system, self.config, self.role),
+            "fairness": fairness(self.system, self.config, self.role, self.sizes),
             "config": {**self.config.to_dict(), "storage": self.system.storage},
             **self.extra,
         }

@@ -14,17 +14,20 @@ import json
 from collections.abc import Sequence
 from typing import IO, Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.cost import step_cost
 from lrmoe.experiments.executor import Executor
-from lrmoe.experiments.fairness import EXECUTES, SHARED, TRAINS
+from lrmoe.experiments.fairness import EXECUTES, SHARED, TRAINS, Sizes
 from lrmoe.experiments.lane import Lane
 from lrmoe.experiments.recorder import Recorder
-from lrmoe.experiments.rig import builder
+from lrmoe.experiments.rig import builder, state_bytes
 from lrmoe.experiments.systems import System, get_system
 from lrmoe.integrations.transformers import watch_layers
+from lrmoe.layer import MoELayer
+from lrmoe.planning import ExpertShape
 from lrmoe.report.data import BASELINE
 from lrmoe.telemetry import CallRecord
 from lrmoe.training.data import Corpus
@@ -86,9 +89,9 @@ class Own:
     def __init__(
         self, experiment: Experiment, system: System, group: dist.ProcessGroup | None, corpus: Corpus
     ) -> None:
-        self.lanes = [_lane(experiment, system, TRAINS)]
-        self.unlisted: list[Lane] = []
         self.trainer = Trainer(experiment.train_config(system), group, corpus=corpus)
+        self.lanes = [_lane(experiment, system, TRAINS, self.trainer)]
+        self.unlisted: list[Lane] = []
 
     @property
     def running(self) -> bool:
@@ -120,8 +123,8 @@ class Shared:
         base = get_system(BASELINE)
         self.trainer = Trainer(experiment.train_config(base), group, corpus=corpus)
         self._group = group
-        self._base = _lane(experiment, base, SHARED)
-        self._executed = [_lane(experiment, system, EXECUTES) for system in executed]
+        self._base = _lane(experiment, base, SHARED, self.trainer)
+        self._executed = [_lane(experiment, system, EXECUTES, self.trainer) for system in executed]
         self.lanes = list(self._executed)
         self.unlisted = [self._base]
         if BASELINE in experiment.compare.systems:
@@ -168,7 +171,7 @@ def _tokens(experiment: Experiment) -> int:
     return experiment.train.train.batch_size * experiment.train.data.seq_len
 
 
-def _lane(experiment: Experiment, system: System, role: str) -> Lane:
+def _lane(experiment: Experiment, system: System, role: str, trainer: Trainer) -> Lane:
     c = experiment.compare
     return Lane(
         system,
@@ -177,7 +180,15 @@ def _lane(experiment: Experiment, system: System, role: str) -> Lane:
         smoothing_steps=c.smoothing_steps,
         max_steps=c.max_steps,
         role=role,
+        sizes=_sizes(trainer),
     )
+
+
+def _sizes(trainer: Trainer) -> Sizes:
+    layers: list[MoELayer] = list(trainer.handle.layers.values())
+    shape, dtype = layers[0].shape, getattr(torch, trainer.config.train.dtype)
+    expert = ExpertShape(hidden=shape.hidden, width=shape.width, element_bytes=dtype.itemsize)
+    return Sizes(expert=expert, layers=len(layers), state_bytes=state_bytes(dtype))
 
 
 def _add(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from lrmoe.report.bars import load, phases
 from lrmoe.report.curves import kept, loss_against_steps, loss_against_time, peaks
 from lrmoe.report.data import Run, SystemRun
 from lrmoe.report.plot import Plot
+
+MOST_NAMED = 3  # systems in one sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +248,16 @@ def _verdict_of_steps(run: Run, missed: Sequence[str]) -> str:
         return f"{', '.join(missed)} did not do all {steps:.0f} steps with a finite loss."
     if run.baseline is None or len(run.systems) == 1:
         return f"Every system did {steps:.0f} steps."
-    parts = [_needed(system, run.baseline) for system in run.systems if system is not run.baseline]
-    return f"Every system did {steps:.0f} steps. MoE-layer time for them: {'; '.join(parts)}."
+    others = [system for system in run.systems if system is not run.baseline]
+    if len(others) > MOST_NAMED:
+        ratios = [(_ratio(system, run.baseline, "moe_time_critical_s"), system) for system in others]
+        others = [
+            system for _, system in sorted(((r, s) for r, s in ratios if r is not None), key=itemgetter(0))
+        ]
+        others = others[:MOST_NAMED]
+    parts = [_needed(system, run.baseline) for system in others]
+    first = "" if len(others) == len(run.systems) - 1 else ", the shortest"
+    return f"Every system did {steps:.0f} steps. MoE-layer time for them{first}: {'; '.join(parts)}."
 
 
 def _needed(system: SystemRun, base: SystemRun) -> str:
