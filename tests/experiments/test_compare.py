@@ -18,7 +18,9 @@ from lrmoe.experiments.cost import step_cost
 from lrmoe.experiments.figures import figures
 from lrmoe.experiments.lane import Lane
 from lrmoe.experiments.racers import turns
-from lrmoe.experiments.systems import get_system
+from lrmoe.experiments.systems import SYSTEMS, get_system
+from lrmoe.report import tables
+from lrmoe.report.load import load_run
 from lrmoe.telemetry.traces import read_trace
 from tests.experiments.records import record
 
@@ -148,6 +150,64 @@ def test_figures_of_the_summary(finished: tuple[Path, int]) -> None:
     for item in found.values():
         assert set(item) == {"name", "value", "unit", "better", "context"}
         assert {"command", "seed", "versions", "hardware", "date"} <= set(item["context"])
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Every system and one from a file, over 2 ranks, 4 steps."""
+    tmp_path = tmp_path_factory.mktemp("all")
+    (tmp_path / "mine.py").write_text("from lrmoe.planning.policies.llep import LLEP as Mine\n")
+    overrides = [*tiny(tmp_path), "compare.max_steps=4", "lrmoe.replica_slots=2", "train.accumulate=2"]
+    systems = [*SYSTEMS, f"{tmp_path / 'mine.py'}:Mine"]
+    code = compare(preset="small", name="all", systems=systems, ep=2, overrides=overrides)
+    return tmp_path / "runs" / "all", code
+
+
+@pytest.mark.distributed
+def test_every_system_runs_and_exact_ones_share_a_trajectory(everything: tuple[Path, int]) -> None:
+    summary, lines = read(everything[0])
+    assert everything[1] == 0, "a comparison of steps has no target to miss"
+    names = list(summary["systems"])
+    assert names[:-1] == list(SYSTEMS)
+    losses = {name: [line["loss"] for line in lines if line["system"] == name] for name in names}
+    for name, entry in summary["systems"].items():
+        assert entry["reached"]
+        assert entry["steps"] == len(losses[name]) == 4
+        assert entry["moe_time_critical_s"] > 0
+        executed = "largest_difference_eps" in entry
+        assert executed == (name != "megatron" and not name.startswith("lrmoe"))
+        assert executed == (entry["role"] == "executes the shared run's calls")
+        if executed or name == "megatron":
+            assert losses[name] == losses["megatron"]
+            assert entry["kept_share"] == 1
+        if executed:
+            assert entry["largest_difference_eps"] < 32
+    assert losses["lrmoe-topk20"] != losses["megatron"]
+
+
+@pytest.mark.distributed
+def test_tables_of_every_system(everything: tuple[Path, int]) -> None:
+    run = load_run(everything[0])
+    names = [system.name for system in run.systems]
+    headline, given = tables.headline(run), tables.fairness(run)
+    assert [row[0] for row in headline.rows] == names
+    assert [row[0] for row in given.rows] == names
+    assert "share one training run" in headline.note
+    assert "rows on the wire: one per pair" in given.note
+    for heading in (
+        "slots beyond E/R",
+        "bytes of slots",
+        "plans from",
+        "traffic counted",
+        "storage",
+        "estimator",
+    ):
+        assert heading in given.columns
+    row = dict(zip(given.columns, given.rows[names.index("symi")], strict=True))
+    assert row["storage"] == "sharded"
+    assert row["plans from"] == "history"
+    assert row["bytes of slots"] == str(2 * 2 * 3 * 32 * 32 * (4 + 4)), "resident, two layers, states sharded"
+    assert (everything[0] / "report.html").stat().st_size > 0
 
 
 @pytest.mark.distributed

@@ -39,13 +39,16 @@ def fairness(system: System, config: LRMoEConfig, role: str, sizes: Sizes | None
         sizes: of the model; without them nothing is said about bytes of slots.
     """
     info, drops = system.info, config.max_drop > 0
-    bytes_of_slots = {} if sizes is None else {"bytes_of_slots": slot_bytes(system, config, sizes)}
+    slots = _SLOTS[info.slots].format(slots=config.replica_slots) if config.replica_slots else "0"
+    bytes_of_slots: dict[str, Any] = (
+        {} if sizes is None else {"bytes_of_slots": slot_bytes(system, config, sizes)}
+    )
+    if ":" in system.name and info.slots == "unbounded":
+        slots, bytes_of_slots = "no limit", {"bytes_of_slots": "no limit"}
     return {
         "title": info.title,
         "gradients_from": role,
-        "slots_beyond_E/R": "0"
-        if not config.replica_slots
-        else _SLOTS[info.slots].format(slots=config.replica_slots),
+        "slots_beyond_E/R": slots,
         **bytes_of_slots,
         "budget_bytes": config.memory_budget or config.layer_budget or "none",
         "plans_from": _said(system, info.inputs),
