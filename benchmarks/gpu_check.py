@@ -1,4 +1,4 @@
-"""Is it right and how fast is it on this machine? Ops and layer against a float64 loop, and layer times.
+"""Is it right and how fast is it on this machine? Ops and layer against a float64 loop, layer times, a replay.
 
     python benchmarks/gpu_check.py                    # CUDA if there, else tiny shapes on the CPU
     python benchmarks/gpu_check.py --json > out.jsonl
@@ -30,9 +30,18 @@ from plain import Case, Shape, activation_loop, grouped_loop, kept_pairs, make_c
 from torch import Tensor
 
 from lrmoe import LRMoEConfig, MoELayer, ops
+from lrmoe.planning.memory import ExpertShape
+from lrmoe.planning.problem import Topology
+from lrmoe.simulate.published import EXPERTS, RANKS
+from lrmoe.simulate.replay import Question, replay
+from lrmoe.simulate.replay_calls import published_call
+from lrmoe.simulate.replay_summary import summarise
+from lrmoe.simulate.scenario import Allowance, Layer
 from lrmoe.telemetry.figures import figure
 
 DROPS = (0.0, 0.3, 0.5)
+REPLAYED = ("megatron", "symi", "ultraep", "lrmoe")
+NVLINK = 450e9  # bytes per second and direction of an H100 or H200
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -206,6 +215,32 @@ def time_layer(report: Report, shape: Shape, dtype: torch.dtype, device: torch.d
             report.add(f"layer.{NAMES[dtype]}.{name}.peak_bytes", _peak_bytes(calls[name], device), "bytes")
 
 
+def time_replay(report: Report, device: torch.device, seed: int) -> None:
+    """The published comparison's call replayed, at Qwen3-30B-A3B's own sizes on CUDA; few systems and runs."""
+    cuda = device.type == "cuda"
+    asked = Question(
+        systems=REPLAYED,
+        calls=published_call() if cuda else published_call(tokens=64),
+        topology=Topology(ranks=RANKS, experts=EXPERTS),
+        layer=Layer(shape=ExpertShape(hidden=2048 if cuda else 64, width=768, element_bytes=2)),
+        allowance=Allowance(max_drop=0.2),
+        config=LRMoEConfig(max_drop=0.2, seed=seed),
+        device=device,
+        repeats=2 if cuda else 1,
+        link_bytes_per_s=NVLINK,
+    )
+    systems = summarise(asked, replay(asked))["systems"]
+    for name, found in systems.items():
+        for quantity in ("forward_ms", "backward_ms", "forward_compute_ms", "backward_compute_ms"):
+            report.add(f"replay.{name}.{quantity}", found[quantity], "ms")
+        for quantity in ("forward_subtotal", "backward_subtotal", "forward_memory", "backward_memory"):
+            report.add(f"replay.{name}.{quantity}", found[quantity], "bytes")
+    for name in systems.keys() - {"megatron"}:
+        for quantity in ("backward_ms", "backward_compute_ms", "backward_subtotal"):
+            ratio = systems[name][quantity] / systems["megatron"][quantity]
+            report.add(f"replay.{name}.{quantity}_over_megatron", ratio, "ratio")
+
+
 def _peers(case: Case, shape: Shape) -> Iterator[tuple[str, Callable[[], object]]]:
     """Transformers' experts on the same inputs, where the package is installed."""
     if importlib.util.find_spec("transformers") is None:
@@ -289,6 +324,7 @@ def main() -> int:
         check_layer(report, CHECK if cuda else TINY, dtype, device, seed)
     for dtype in NAMES:
         time_layer(report, REAL if cuda else TINY, dtype, device, seed)
+    time_replay(report, device, seed)
     lines = "".join(json.dumps(item) + "\n" for item in report.figures)
     if options.out:
         options.out.write_text(lines, encoding="utf-8")

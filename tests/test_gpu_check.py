@@ -27,6 +27,7 @@ def test_dry_run_passes_and_prints_figures(tmp_path: Path) -> None:
         assert item.keys() == {"name", "value", "unit", "better", "context"}
     assert figures["gpu_check.layer.fp32.drop0.kept_share"]["value"] == 1
     assert abs(figures["gpu_check.layer.bf16.drop0.5.kept_share"]["value"] - 0.5) < 0.01
+    assert figures["gpu_check.replay.lrmoe.backward_compute_ms_over_megatron"]["value"] > 0
     assert figures["gpu_check.layer.fp32.drop0.3.topk.error_over_limit"]["value"] <= 1
 
 

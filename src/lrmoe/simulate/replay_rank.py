@@ -160,6 +160,8 @@ class Rank:
             self.dot = [
                 self._run(wire, *one, dx) for wire, one, dx in zip(wires, ready, self.dx, strict=True)
             ]
+        del ready
+        held.replace("backward", *self.dx)
         dx_PH = _home(send, len(pair_P))
         held.add("backward", dx_PH)
         with times.phase("backward", rank, "return"):
