@@ -323,13 +323,15 @@ def test_report_names_the_busiest_rank_and_broken_scores():
     summary = {
         "step": 3, "layers": 1, "calls": 3, "drop_reasons": {"observe": 3}, "kept_share": 1.0, "forward_peak": 1.5,
         "backward_peak": 1.5, "dropped_energy": 0.0, "added_variance": 0.0, "moe_layer_ms": 2.0,
-        "wire_bytes": 2_500_000, "buffer_peak_bytes": 999, "nonfinite_scores": 2,
+        "wire_bytes": 2_500_000, "wire_bytes_row_per_pair": 4_000_000, "replicas": 3.5, "buffer_peak_bytes": 999,
+        "nonfinite_scores": 2,
         "observed": {"0.3": {"backward_peak": 1.05, "rows_saved": 30, "bytes_saved": 1999, "added_variance": 0.125}},
     }  # fmt: skip
     assert report(summary, ranks=2).splitlines()[1:] == [
-        "backward kept 100.0% of the (token, expert) pairs; busiest rank 1.50 -> 1.50 of the mean load",
+        "backward kept 100.0% of the (token, expert) pairs; busiest rank 1.50 -> 1.50 of the mean load, 3.5 copies of "
+        "experts a call",
         "left out 0.0% of the scores' energy, added variance 0.0% of it",
-        "this rank: 2.00 ms a call, 2.5 MB sent, at most 999 bytes of token buffers",
+        "this rank: 2.00 ms a call, 2.5 MB sent (4 MB with one row per pair), at most 999 bytes of token buffers",
         "2 scores were not finite: look at the loss",
         "had backward left pairs out (rows and bytes of this rank):",
         "  max_drop=0.3: busiest rank 1.05 of the mean load, 30 rows and 2 kB less, added variance 12.5%",

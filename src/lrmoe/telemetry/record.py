@@ -82,6 +82,11 @@ class CallRecord:
         return self.variance_added / self.energy if self.energy else 0.0
 
     @property
+    def replicas(self) -> int:
+        """Copies of experts away from their homes, over all ranks."""
+        return sum(self.replicas_R)
+
+    @property
     def wire_bytes(self) -> int:
         """Bytes this rank sent to other ranks in all phases."""
         return sum(self.bytes.values())
@@ -108,7 +113,8 @@ class CallRecord:
         """Flat, JSON-able, under the names of the telemetry reference."""
         names = (
             "step micro_batch layer tokens pairs kept kept_share forward_peak backward_peak dropped_energy "
-            "added_variance nonfinite_scores chunks drop_reason wire_bytes wire_bytes_row_per_pair buffer_peak_bytes"
+            "added_variance nonfinite_scores chunks replicas drop_reason wire_bytes wire_bytes_row_per_pair "
+            "buffer_peak_bytes"
         )
         flat: dict[str, Any] = {name: getattr(self, name) for name in names.split()}
         for phase in PHASES:

@@ -164,7 +164,9 @@ class Handle:
         Returns:
             `step`, `layers`, `calls`, `drop_reasons` (calls by reason); `kept_share` of all pairs; means over calls of
             `forward_peak` and `backward_peak` (most loaded rank over mean load), `dropped_energy`, `added_variance`
-            (shares), `moe_layer_ms` (wall); sums `wire_bytes` and `nonfinite_scores`; `buffer_peak_bytes`. With
+            (shares), `moe_layer_ms` (wall), `replicas` (copies of experts over all ranks); sums `wire_bytes`,
+            `wire_bytes_row_per_pair` (what one row per pair would have sent) and `nonfinite_scores`;
+            `buffer_peak_bytes`. With
             `observe=True` also `observed`: what pruning would have saved, by drop share ("0.1", ...): the mean
             `backward_peak`, the sums `rows_saved` and `bytes_saved`, the share `added_variance`. docs/telemetry.md
             has the units.

@@ -25,7 +25,7 @@ def report(summary: dict[str, Any], *, ranks: int) -> str:
         f"{summary['added_variance']:.1%} of it"
     )
     lines.append(
-        f"this rank: {summary['moe_layer_ms']:.2f} ms a call, {size(summary['wire_bytes'])} sent, at most "
+        f"this rank: {summary['moe_layer_ms']:.2f} ms a call, {_sent(summary)}, at most "
         f"{size(summary['buffer_peak_bytes'])} of token buffers"
     )
     if summary["nonfinite_scores"]:
@@ -34,10 +34,18 @@ def report(summary: dict[str, Any], *, ranks: int) -> str:
     return "\n".join(lines)
 
 
+def _sent(summary: dict[str, Any]) -> str:
+    """Bytes sent, and what they would have been with one row per pair where they were fewer."""
+    sent, every = summary["wire_bytes"], summary["wire_bytes_row_per_pair"]
+    return f"{size(sent)} sent" + (f" ({size(every)} with one row per pair)" if every > sent else "")
+
+
 def _peaks(summary: dict[str, Any], ranks: int) -> str:
     if ranks == 1:
         return ""
-    return f"; busiest rank {summary['forward_peak']:.2f} -> {summary['backward_peak']:.2f} of the mean load"
+    copies = f", {summary['replicas']:.1f} copies of experts a call" if summary["replicas"] else ""
+    peaks = f"{summary['forward_peak']:.2f} -> {summary['backward_peak']:.2f} of the mean load"
+    return f"; busiest rank {peaks}{copies}"
 
 
 def _observed(savings: dict[str, dict[str, float]], ranks: int) -> list[str]:

@@ -10,6 +10,16 @@ from lrmoe.telemetry import CallRecord, Telemetry
 from lrmoe.telemetry.record import OpenCall
 
 _MEANS = ("kept_share", "forward_peak", "backward_peak", "dropped_energy", "added_variance")
+_SUMS = (
+    *_MEANS,
+    "pairs",
+    "kept",
+    "wire_bytes",
+    "wire_bytes_row_per_pair",
+    "replicas",
+    "nonfinite_scores",
+    "wall_total_ms",
+)
 # Quantity that is also logged for the worst layer -> which one that is.
 _WORST: dict[str, Callable[[Iterable[float]], float]] = {"kept_share": min, "backward_peak": max}
 
@@ -39,7 +49,7 @@ class Totals:
             if record.drop_reason == "eval":
                 continue
             self._calls += 1
-            for name in (*_MEANS, "pairs", "kept", "wire_bytes", "nonfinite_scores", "wall_total_ms"):
+            for name in _SUMS:
                 self._sums[name] += getattr(record, name)
             if record.observed:
                 self._observed["calls"] += 1
@@ -57,7 +67,9 @@ class Totals:
         for name in ("forward_peak", "backward_peak", "dropped_energy", "added_variance"):
             found[name] = self._sums[name] / calls
         found["moe_layer_ms"] = self._sums["wall_total_ms"] / calls
+        found["replicas"] = self._sums["replicas"] / calls
         found["wire_bytes"] = int(self._sums["wire_bytes"])
+        found["wire_bytes_row_per_pair"] = int(self._sums["wire_bytes_row_per_pair"])
         found["buffer_peak_bytes"] = self._buffer_peak
         found["nonfinite_scores"] = int(self._sums["nonfinite_scores"])
         if self._observed:
