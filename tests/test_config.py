@@ -110,7 +110,6 @@ def test_forbidden_combinations_are_refused(values: dict[str, Any], message: str
         {"max_added_variance": 0.1},
         {"memory_budget": "60GiB"},
         {"layer_budget": 10**9},
-        {"storage": "sharded"},
         {"check_every": 10},
     ],
 )

@@ -117,7 +117,7 @@ def test_configuration_page_names_every_field_and_what_is_refused(generator: Mod
     page = generator.configuration_page()
     for name in lrmoe.LRMoEConfig().to_dict():
         assert f"| `{name}` |" in page
-    assert re.search(r"`storage`.*`\"owned\"`; not in this version: `\"sharded\"`", page)
+    assert re.search(r"`drop`.*not in this version: `\"auto\"`", page)
 
 
 def test_run_file_page_names_every_key_of_a_comparison(generator: ModuleType) -> None:

@@ -45,7 +45,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
     "drop": ("auto",),
     "select_in": ("forward",),
-    "storage": ("sharded",),
 }
 _UNSET_ONLY = ("memory_budget", "layer_budget", "max_added_variance")
 _INTEGERS = {
@@ -141,7 +140,11 @@ class LRMoEConfig:
         default=1.0, metadata=_doc("What `drop='overload'` aims at, in mean loads of the complete call.")
     )
     storage: str = field(
-        default="owned", metadata=_doc("Who holds an expert's weights: its home rank (`owned`).")
+        default="owned",
+        metadata=_doc(
+            "Who holds an expert's weights and optimizer state: its home rank (`owned`), or every rank an equal part "
+            "of all experts (`sharded`, in the reference trainer)."
+        ),
     )
     check_every: int = field(
         default=0,

@@ -156,11 +156,16 @@ def return_shards(
         return (None, None), 0
     grads, there = [grad for grad, _ in given], [cut for _, cut in given]
     exchange = ShardExchange.of(seats, there, comm.rank)
-    send = _split(grads, there)
-    received = comm.all_to_all(send, exchange.seats_R, exchange.shards_R)
-    found = iter(_sum_copies(received, seats, there, comm.rank))
+    if comm.size == 1:
+        parts_QW = [grad.reshape(-1, cut.size) for grad, cut in zip(grads, there, strict=True)]
+    else:
+        # The buffer that is sent has no name here: it is freed before the sums are made.
+        received = comm.all_to_all(_split(grads, there), exchange.seats_R, exchange.shards_R)
+        widths = [cut.width(comm.rank) for cut in there]
+        parts_QW = list(received.view(seats.expert_Q.size, sum(widths)).split(widths, dim=1))
+    found = iter([_sum_copies(part, seats, cut) for part, cut in zip(parts_QW, there, strict=True)])
     result = (None if d_gate_up is None else next(found), None if d_down is None else next(found))
-    return result, exchange.return_sent * send.element_size()
+    return result, exchange.return_sent * grads[0].element_size()
 
 
 def _split(grads: Sequence[Tensor], cuts: Sequence[Cut]) -> Tensor:
@@ -174,19 +179,15 @@ def _split(grads: Sequence[Tensor], cuts: Sequence[Cut]) -> Tensor:
     return send
 
 
-def _sum_copies(received: Tensor, seats: Seats, cuts: Sequence[Cut], rank: int) -> list[Tensor]:
+def _sum_copies(part_QW: Tensor, seats: Seats, cut: Cut) -> Tensor:
     """Shard gradients (E, P) from this rank's part of the gradient of every seat, one turn of copies after another."""
-    dtype = torch.float64 if received.dtype == torch.float64 else torch.float32
-    widths = [cut.width(rank) for cut in cuts]
-    parts_QW = received.view(seats.expert_Q.size, sum(widths)).split(widths, dim=1)
-    sums = [received.new_zeros((seats.topology.experts, cut.shard), dtype=dtype) for cut in cuts]
+    dtype = torch.float64 if part_QW.dtype == torch.float64 else torch.float32
+    sums_EP = part_QW.new_zeros((seats.topology.experts, cut.shard), dtype=dtype)
+    sums, parts = sums_EP[:, : part_QW.shape[1]].unbind(), part_QW.unbind()
     for seat_N in copies_in_turn(seats.expert_Q):
-        expert_N = torch.from_numpy(seats.expert_Q[seat_N]).to(received.device)
-        index_N = torch.from_numpy(seat_N).to(received.device)
-        for total, width, part_QW in zip(sums, widths, parts_QW, strict=True):
-            # No expert twice in a turn, so that the sum has one order on every device.
-            total[:, :width].index_add_(0, expert_N, part_QW[index_N].to(dtype))
-    return sums
+        # No expert twice in a turn, so that a sum has one order on every device; nothing is copied on the way.
+        torch._foreach_add_([sums[seats.expert_Q[q]] for q in seat_N], [parts[q] for q in seat_N])
+    return sums_EP
 
 
 def gather_homes(comm: Comm, shards: Tensor, cut: Cut) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lrmoe.errors import InputError
 from lrmoe.layer.padding import check_mask, current_mask
+from lrmoe.planning.shards import Cut
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,6 +31,19 @@ class LayerShape:
     local_experts: int
     hidden: int
     width: int
+    cuts: tuple[Cut, Cut] | None = None  # of gate_up and down where storage is sharded
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the projections that a call is given."""
+        if self.cuts is not None:
+            return {
+                "gate_up_proj": (self.experts, self.cuts[0].shard),
+                "down_proj": (self.experts, self.cuts[1].shard),
+            }
+        return {
+            "gate_up_proj": (self.local_experts, 2 * self.width, self.hidden),
+            "down_proj": (self.local_experts, self.hidden, self.width),
+        }
 
 
 def check_inputs(
@@ -80,14 +94,11 @@ def _check_pairs(x_TH: Tensor, ids: Tensor, alpha: Tensor) -> None:
 
 
 def _check_weights(shape: LayerShape, x_TH: Tensor, gate_up: Tensor, down: Tensor) -> None:
-    wanted = {
-        "gate_up_proj": (gate_up, (shape.local_experts, 2 * shape.width, shape.hidden)),
-        "down_proj": (down, (shape.local_experts, shape.hidden, shape.width)),
-    }
-    for name, (weight, size) in wanted.items():
+    first = "local experts first" if shape.cuts is None else "this rank's part of all experts"
+    for weight, (name, size) in zip((gate_up, down), shape.parameters().items(), strict=True):
         _check_float(name, weight)
         if tuple(weight.shape) != size:
-            raise InputError(f"{name} has shape {tuple(weight.shape)}: must be {size} (local experts first)")
+            raise InputError(f"{name} has shape {tuple(weight.shape)}: must be {size} ({first})")
         if weight.device != x_TH.device:
             raise InputError(f"{name} lies on {weight.device} and hidden_states on {x_TH.device}: must agree")
     if gate_up.dtype != down.dtype:

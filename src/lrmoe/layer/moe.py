@@ -18,10 +18,12 @@ from lrmoe.layer.function import MoEFunction, run_forward
 from lrmoe.layer.inputs import Inputs, LayerShape, check_inputs
 from lrmoe.layer.replay import FirstForward, ReplayStore, draw_token, inside_backward, may_recompute
 from lrmoe.layer.routing import sort_pairs
+from lrmoe.layer.sharded import Sharded
 from lrmoe.layer.weights import Owned, Storage
 from lrmoe.ops import ACTIVATIONS
 from lrmoe.planning import Execution, ExpertShape, Topology, predict_bytes
 from lrmoe.planning.policies import Policy
+from lrmoe.planning.shards import expert_cuts, storage_bytes
 from lrmoe.telemetry import CallRecord, Telemetry
 from lrmoe.telemetry.record import OpenCall
 
@@ -72,16 +74,24 @@ class MoELayer:
                 raise ConfigError(f"{name}={size!r}: must be an integer of at least 1")
         self.config = config
         self.comm = Comm(group)
+        sharded = storage is None and config.storage == "sharded"
+        cuts = expert_cuts(hidden_size, intermediate_size, self.comm.size)
+        if sharded:  # SYMI builds its layout with the optimizer's update, once a step
+            storage = Sharded(self.comm, cuts, per_step=config.policy == "symi")
+        self.storage: Storage = Owned() if storage is None else storage
         self.topology = Topology(ranks=self.comm.size, experts=num_experts)
         local = self.topology.experts_per_rank
         self.shape = LayerShape(
-            experts=num_experts, local_experts=local, hidden=hidden_size, width=intermediate_size
+            experts=num_experts,
+            local_experts=local,
+            hidden=hidden_size,
+            width=intermediate_size,
+            cuts=cuts if sharded else None,
         )
         self.activation = activation
         self.layer = layer
         self.clock = StepClock() if clock is None else clock
         self.telemetry = Telemetry() if telemetry is None else telemetry
-        self.storage: Storage = Owned() if storage is None else storage
         self.controller = Controller(config=config, clock=self.clock, layer=layer, experts=local)
         self._replay = ReplayStore()
         self._announcer = Announcer(
@@ -122,7 +132,8 @@ class MoELayer:
             hidden_states: (T, H) or (..., H), floating point.
             top_k_index: (T, K) integer global expert ids; ids outside [0, num_experts) mean "no expert".
             top_k_weights: (T, K) routing weights.
-            gate_up_proj: (E_local, 2I, H), gate half first; down_proj: (E_local, H, I).
+            gate_up_proj: (E_local, 2I, H), gate half first; down_proj: (E_local, H, I). In sharded storage this rank's
+                part of every expert, (E, P), as `lrmoe.distributed.sharded.cut_experts` makes it.
             training: whether backward may leave pairs out; False is exact and touches no state.
             padding_mask: bool or integer, T entries, nonzero where the token is real; default: `lrmoe.padding`.
 
@@ -161,8 +172,13 @@ class MoELayer:
         return out if out.shape == hidden_states.shape else out.view(hidden_states.shape)
 
     def release(self) -> None:
-        """Forget the forwards that a checkpoint recompute could still ask for."""
+        """Forget what only an unfinished step needs: forwards to recompute, and weights that stay for the step."""
         self._replay.clear()
+        self._release_weights()
+
+    def _release_weights(self) -> None:
+        if isinstance(self.storage, Sharded):
+            self.storage.release()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able controller state of this rank."""
@@ -171,6 +187,7 @@ class MoELayer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; ConfigError where it does not fit this layer."""
         self.controller.load_state_dict(state)
+        self._release_weights()
 
     def _stored(self, ids_TK: Tensor) -> Tensor:
         """Ids as a replay keeps them: as narrow as they fit, "no expert" as -1."""
@@ -222,7 +239,10 @@ class MoELayer:
             input_gradient=inputs.x_TH.requires_grad,
             weight_gradient=gate_up.requires_grad,
         )
-        return predict_bytes(shape, call.plan, self.comm.rank, run)
+        parts = predict_bytes(shape, call.plan, self.comm.rank, run)
+        if self.shape.cuts is not None and self.comm.size > 1:
+            parts |= storage_bytes(self.shape.cuts, call.plan, self.comm.rank, run, shape.element_bytes)
+        return parts
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lrmoe.errors import PlanError
+from lrmoe.planning.memory import GRADIENT_BYTES, Execution
+from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import IntArray, Topology
 from lrmoe.planning.seats import Seats
 
@@ -65,11 +67,13 @@ class ShardExchange:
     Attributes:
         shards_R: elements of this rank's shards that each rank's seats are built from (and whose gradients come back).
         seats_R: elements of this rank's seats that lie on each rank.
+        kept: elements of this rank's shards, padding included.
         rank: this rank.
     """
 
     shards_R: tuple[int, ...]
     seats_R: tuple[int, ...]
+    kept: int
     rank: int
 
     @classmethod
@@ -80,6 +84,7 @@ class ShardExchange:
         return cls(
             shards_R=tuple(int(count) * widths_R[rank] for count in count_R),
             seats_R=tuple(int(count_R[rank]) * width for width in widths_R),
+            kept=seats.topology.experts * sum(cut.shard for cut in cuts),
             rank=rank,
         )
 
@@ -92,6 +97,41 @@ class ShardExchange:
     def return_sent(self) -> int:
         """Elements that leave this rank when gradients return."""
         return sum(self.seats_R) - self.seats_R[self.rank]
+
+    def fetch_peak(self, element_bytes: int) -> int:
+        """Most bytes that building the seats takes, what is built (`built`) included; several ranks."""
+        return (self.built + max(sum(self.shards_R), self.built)) * element_bytes
+
+    def return_peak(self, element_bytes: int, sum_bytes: int) -> int:
+        """Most bytes that returning gradients takes, the summed ones included, the seats' own not; several ranks.
+
+        Args:
+            element_bytes: of a gradient element as it travels. sum_bytes: of one in the sums, 4 or 8.
+        """
+        received = sum(self.shards_R) * element_bytes
+        return received + max(self.built * element_bytes, self.kept * sum_bytes)
+
+    @property
+    def built(self) -> int:
+        """Elements of this rank's seats."""
+        return sum(self.seats_R)
+
+
+def storage_bytes(
+    cuts: Sequence[Cut], plan: LayerPlan, rank: int, run: Execution, element_bytes: int
+) -> dict[str, int]:
+    """Bytes of a call's parts that sharded storage makes different from owned, as the ledger books them; several ranks.
+
+    Weights are shards, their gradients have the dtype of sums, and every instance of the plan is built in a slot.
+    """
+    wide = max(element_bytes, GRADIENT_BYTES) if run.differentiable and run.weight_gradient else 0
+    shards = plan.topology.experts * sum(cut.shard for cut in cuts)
+    seats = int((plan.instance_rank_J == rank).sum()) * sum(cut.size for cut in cuts)
+    return {
+        "weights": shards * element_bytes,
+        "grads": shards * wide,
+        "replicas": seats * (element_bytes + wide),
+    }
 
 
 def copies_in_turn(expert_Q: IntArray) -> list[IntArray]:

@@ -10,11 +10,16 @@ _BACKWARD = ("replicas", "dispatched", "stash", "backward")  # received inputs s
 
 
 class Ledger:
-    """Counts the bytes of tensors, per part; the same memory under one part counts once."""
+    """Counts the bytes of tensors, per part; the same memory under one part counts once.
+
+    Attributes:
+        sealed: whether the forward's bytes are booked and those of the backward are being added.
+    """
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = dict.fromkeys(PARTS, 0)
         self._seen: set[tuple[str, int, int]] = set()
+        self.sealed = False
 
     def add(self, part: str, *tensors: Tensor | None) -> None:
         """Book the bytes of `tensors` under a part of PARTS."""
@@ -29,11 +34,13 @@ class Ledger:
     def seal(self) -> None:
         """Forget addresses (they may be used again) and keep the sums: between forward and backward."""
         self._seen.clear()
+        self.sealed = True
 
     def restart(self) -> None:
         """Forget everything: a checkpoint recompute allocates the forward's buffers anew."""
         self._bytes = dict.fromkeys(PARTS, 0)
         self._seen.clear()
+        self.sealed = False
 
     def read(self) -> dict[str, int]:
         """Bytes per part."""
