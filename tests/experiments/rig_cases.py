@@ -117,7 +117,7 @@ def executed(folder: str, name: str, steps: int, train: dict[str, Any] | None = 
     """
     train = {"batch_size": 8, **(train or {})}
     config = tiny_config(folder, lrmoe={**EXACT, "replica_slots": 2}, train=train, model={"overrides": EIGHT})
-    experiment = Experiment(preset="demo", compare=CompareConfig(systems=("megatron", name)), train=config)
+    experiment = Experiment(preset="demo", compare=CompareConfig(systems=(name,)), train=config)
     trained, recorder = Trainer(config, dist.group.WORLD), Recorder()
     watch_layers(trained.model, recorder)
     plans: list[LayerPlan] = []

@@ -99,7 +99,7 @@ def test_times_say_what_is_modelled_and_over_which_link(compared: Run) -> None:
     assert all(
         f"{s.name} {tables.number(s.number('moe_time_wall_s'))} s" in chart.caption for s in compared.systems
     )
-    assert "rows on the link (modelled)" in [trace["name"] for trace in chart.traces]
+    assert "bytes on the link (modelled)" in [trace["name"] for trace in chart.traces]
     assert any("modelled" in row[0] for row in tables.headline(compared).rows)
 
 
@@ -133,6 +133,40 @@ def test_an_unreached_target_claims_no_ratio(tmp_path: Path) -> None:
     assert "was not reached by megatron, lrmoe" in html.verdict(run)
     assert html.tiles(run) == []
     assert "%)" not in html.render([run]).split("<script")[0]
+
+
+def without_target(folder: Path, systems: tuple[str, ...], reached: bool = True) -> Run:
+    """A comparison that ended after its steps."""
+    path = compare_run(folder, systems, reached) / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps({**summary, "target_loss": None, "common_loss": 2.5}))
+    return load_run(folder)
+
+
+def test_many_systems_are_rows_and_their_curves_differ(tmp_path: Path) -> None:
+    names = ("megatron", *(f"system{i}" for i in range(9)))
+    run = without_target(tmp_path / "many", names)
+    headline, fairness = tables.headline(run), tables.fairness(run)
+    assert headline.title == "Training for 60 steps"
+    assert [row[0] for row in headline.rows] == [row[0] for row in fairness.rows] == list(names)
+    assert "The loss that all reached: 2.5, smoothed." in headline.note
+    assert "The same for all: replica slots: 0; estimator: sampled, score lrm." in fairness.note
+    (curves,) = [plot for plot in html.plots(run) if plot.name == "loss-steps"]
+    drawn = [
+        trace["line"]
+        for trace in curves.traces
+        if trace.get("mode") == "lines" and trace["line"]["width"] > 2
+    ]
+    assert len({(line["color"], line["dash"]) for line in drawn}) == len(names)
+    assert html.verdict(run).startswith(
+        "Every system did 60 steps. MoE-layer time for them, the shortest: system"
+    )
+    assert html.verdict(run).count("needed") == html.MOST_NAMED
+
+
+def test_a_comparison_of_steps_names_what_did_not_finish(tmp_path: Path) -> None:
+    run = without_target(tmp_path / "lost", ("megatron", "lrmoe"), reached=False)
+    assert html.verdict(run) == "megatron, lrmoe did not do all 60 steps with a finite loss."
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:

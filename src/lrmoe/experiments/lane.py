@@ -140,7 +140,7 @@ class Lane:
             "tokens": sum(line.tokens for line in self.lines),
             "call_ms": self._call_ms(calls, link_bytes_per_s),
             "fairness": fairness(self.system, self.config, self.role, self.sizes),
-            "config": {**self.config.to_dict(), "storage": self.system.storage},
+            "config": self.config.to_dict(),
             **self.extra,
         }
 

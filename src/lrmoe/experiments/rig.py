@@ -8,13 +8,13 @@ import torch
 
 from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.fitted import fitted
-from lrmoe.experiments.stores import Ends, KeptCopies, Rebuilt, Residents
+from lrmoe.experiments.stores import Ends, FromShards, KeptCopies, Residents
 from lrmoe.experiments.systems import System
 from lrmoe.layer import MoELayer, StepClock
 from lrmoe.layer.weights import Storage
 from lrmoe.planning import ExpertShape
 from lrmoe.planning.policies import get_policy
-from lrmoe.planning.shards import Cut, expert_cuts
+from lrmoe.planning.shards import expert_cuts
 from lrmoe.telemetry import Telemetry
 
 _MOMENTS = 8  # bytes of AdamW's two fp32 moments of a parameter
@@ -49,7 +49,7 @@ def builder(
             clock=clock,
             telemetry=telemetry,
             policy=fitted(policy, expert, ranks=beside.comm.size, slots=slots, pairs=pairs),
-            storage=_storage(system, ends, dtype, expert_cuts(shape.hidden, shape.width, beside.comm.size)),
+            storage=_storage(system, ends, dtype, beside),
         )
 
     return build
@@ -60,10 +60,12 @@ def state_bytes(dtype: torch.dtype) -> int:
     return _MOMENTS + (_MASTER if dtype.itemsize < torch.float32.itemsize else 0)
 
 
-def _storage(system: System, ends: Ends, dtype: torch.dtype, cuts: tuple[Cut, Cut]) -> Storage:
+def _storage(system: System, ends: Ends, dtype: torch.dtype, beside: MoELayer) -> Storage:
     """Where the system's layers have their weights from. They are all given the trainer's home experts."""
+    resident = system.info.slots == "resident"
     if system.storage == "sharded":
-        return Rebuilt(ends, cuts, every_call=system.info.slots != "resident")
-    if system.info.slots in ("none", "resident"):
+        cuts = expert_cuts(beside.shape.hidden, beside.shape.width, beside.comm.size)
+        return FromShards(beside.comm, cuts, ends, per_step=resident)
+    if resident or system.info.slots == "none":
         return Residents(ends, state_bytes(dtype))
     return KeptCopies()

@@ -3,7 +3,7 @@
     KeptCopies      copies fetched at the call, kept until its backward           FasterMoE, LLEP
     Residents       copies that stay with their ranks; layout changes and the     FlexMoE, SmartMoE, EPLB
                     sum of copies' gradients are executed and counted
-    Rebuilt         experts built from shards on all ranks, at every call or      LAER-MoE
+    FromShards      experts built from shards on all ranks, at every call or      LAER-MoE
                     where the step or the layout changed; gradients scattered     SYMI
                     to the shards at every call, or once a step
 
@@ -15,18 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.distributed import Comm
 from lrmoe.distributed.replicas import fetch_replicas, return_gradients
-from lrmoe.distributed.sharded import fetch_shards, gather_homes, return_shards, scatter_homes
+from lrmoe.distributed.sharded import Cuts, gather_homes, return_shards, scatter_homes
 from lrmoe.experiments.residence import Hosts, change, hosts_of, synchronise
 from lrmoe.layer.call import Call
 from lrmoe.layer.experts import WeightGrads, Weights
+from lrmoe.layer.sharded import Sharded
 from lrmoe.layer.weights import Lease, Owned
-from lrmoe.planning.problem import IntArray
-from lrmoe.planning.shards import Cut
 
 Ends = Callable[[], bool]  # whether the micro-batch that is executed is the last of its step
 
@@ -72,6 +71,7 @@ class Residents:
         self._ends, self._state_bytes = ends, state_bytes
         self._hosts_RE: Hosts | None = None  # before the first call: its layout, which costs nothing to reach
         self._sums: dict[int, Tensor] = {}
+        self._open = False  # whether sums of this step are still to be synchronised, on all ranks alike
         self._held: tuple[Call, Lease] | None = None
 
     def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
@@ -87,7 +87,8 @@ class Residents:
     def give_back(self, call: Call, grads: WeightGrads) -> tuple[Tensor | None, Tensor | None]:
         """Add up this rank's copies over the step, sum over copies at its end; bring home what the caller compares."""
         self._collect(call, grads)
-        if self._ends():
+        self._open = not self._ends()
+        if not self._open:
             self._synchronise(call)
         if call.seats.spread:
             foreign = (grads.slot_gate_up, grads.slot_down)
@@ -97,7 +98,7 @@ class Residents:
     def _move(self, call: Call, gate_up: Tensor, down: Tensor) -> None:
         new_RE, old_RE = hosts_of(call.plan), self._hosts_RE
         if old_RE is not None and (new_RE != old_RE).any():
-            if self._sums:  # gradients of this step's earlier micro-batches belong to the old copies
+            if self._open:  # gradients of this step's earlier micro-batches belong to the old copies
                 self._synchronise(call)
             params = gate_up[0].numel() + down[0].numel()
             size = params * (call.compute_dtype.itemsize + self._state_bytes)
@@ -107,91 +108,66 @@ class Residents:
         self._hosts_RE = new_RE
 
     def _collect(self, call: Call, grads: WeightGrads) -> None:
-        assert self._hosts_RE is not None, "forward has set it"
-        mine = call.seats.of(call.comm.rank)
+        """Add up the gradients of experts that other ranks host too."""
+        hosts_RE, rank = self._layout, call.comm.rank
+        shared_E = hosts_RE[rank] & (hosts_RE.sum(axis=0) > 1)
         homes = call.seats.topology.experts_per_rank
-        for seat, expert in enumerate(call.seats.expert_Q[mine].tolist()):
-            if not self._hosts_RE[call.comm.rank, expert]:
-                continue  # the home of an expert that lives elsewhere
-            parts = grads.of(slice(seat, seat + 1), homes)
-            flat = torch.cat([p.reshape(-1).to(call.scale_dtype()) for p in parts if p is not None])
-            self._sums[expert] = self._sums[expert].add_(flat) if expert in self._sums else flat
+        for seat, expert in enumerate(call.seats.expert_Q[call.seats.of(rank)].tolist()):
+            if shared_E[expert]:
+                parts = grads.of(slice(seat, seat + 1), homes)
+                flat = torch.cat([p.reshape(-1).to(call.scale_dtype()) for p in parts if p is not None])
+                self._sums[expert] = self._sums[expert].add_(flat) if expert in self._sums else flat
 
     def _synchronise(self, call: Call) -> None:
-        assert self._hosts_RE is not None, "forward has set it"
+        if not (self._layout.sum(axis=0) > 1).any():
+            return
         with call.open_call.clock.phase("replicas"):
-            sent = synchronise(call.comm, self._hosts_RE, self._sums)
+            sent = synchronise(call.comm, self._layout, self._sums)
         call.open_call.sent("replicas", sent)
         self._sums = {}
 
+    @property
+    def _layout(self) -> Hosts:
+        assert self._hosts_RE is not None, "forward has set it"
+        return self._hosts_RE
 
-class Rebuilt:
-    """Experts built from shards that all ranks hold equal parts of.
+
+class FromShards:
+    """Sharded storage, as a layer has it, behind a caller that gives and takes whole home experts.
 
     Args:
+        comm, cuts, per_step: as of `Sharded`; per_step also keeps gradients where they are until the step ends.
         ends: whether the step ends with this micro-batch.
-        cuts: how experts are cut.
-        every_call: build and scatter at every call, in backward again; otherwise only what a step needs.
     """
 
     homes = False
 
-    def __init__(self, ends: Ends, cuts: tuple[Cut, Cut], *, every_call: bool) -> None:
-        self._ends, self._cuts, self._every_call = ends, cuts, every_call
-        self._built: tuple[int, IntArray, IntArray] | None = None  # step, experts and ranks of the seats
-        self._lease: Lease | None = None
+    def __init__(self, comm: Comm, cuts: Cuts, ends: Ends, *, per_step: bool) -> None:
+        self._sharded = Sharded(comm, cuts, per_step=per_step)
+        self._cuts, self._ends, self._per_step = cuts, ends, per_step
+        self._step: int | None = None  # that the shards are of
+        self._shards: list[Tensor] = []
 
     def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
-        """Build the experts of this rank's seats, unless those that it has are still the right ones."""
-        if self._lease is None or not self._fits(call):
-            self._lease = self._build(call, gate_up, down)
-            self._built = (_step(call), call.seats.expert_Q, call.seats.rank_Q)
-        lease = self._lease
-        if self._every_call:
-            self._lease = None
-        return lease
+        """Cut the home experts once a step; the rest is the sharded storage's."""
+        step = -1 if call.moment is None else call.moment.step
+        if step != self._step:
+            self._sharded.release()
+            whole = zip((gate_up, down), self._cuts, strict=True)
+            self._shards = [scatter_homes(call.comm, call.cast(weight), cut) for weight, cut in whole]
+            self._step = step
+        return self._sharded.borrow(call, self._shards[0], self._shards[1])
 
     def give_back(self, call: Call, grads: WeightGrads) -> tuple[Tensor | None, Tensor | None]:
-        """Scatter the gradients to their shards, and bring home what the caller compares."""
-        wide = [None if g is None else g.to(call.scale_dtype()) for g in (grads.gate_up, grads.down)]
-        cuts = self._cuts
-        if self._every_call or self._ends():
-            with call.open_call.clock.phase("replicas"):
-                shards, sent = return_shards(call.comm, call.seats, wide[0], wide[1], cuts)
-            call.open_call.sent("replicas", sent)
-        else:  # it would stay where it is until the step ends
-            shards, _ = return_shards(call.comm, call.seats, wide[0], wide[1], cuts)
-        home = [
-            None if s is None else gather_homes(call.comm, s, cut)
-            for s, cut in zip(shards, cuts, strict=True)
-        ]
-        return home[0], home[1]
-
-    def _fits(self, call: Call) -> bool:
-        assert self._built is not None, "set with the lease"
-        step, expert_Q, rank_Q = self._built
-        same = np.array_equal(expert_Q, call.seats.expert_Q) and np.array_equal(rank_Q, call.seats.rank_Q)
-        return same and step == _step(call)
-
-    def _build(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
-        cuts = self._cuts
-        shards = [
-            scatter_homes(call.comm, call.cast(w), cut) for w, cut in zip((gate_up, down), cuts, strict=True)
-        ]
-        with call.open_call.clock.phase("replicas"):
-            pending = fetch_shards(call.comm, call.seats, shards[0], shards[1], cuts)
-        call.open_call.sent("replicas", pending.sent_bytes)
-
-        def wait() -> Weights:
-            with call.open_call.clock.phase("replicas"):
-                whole = pending.wait()
-            return Weights(gate_up=whole[0], down=whole[1], activation=call.activation)
-
-        return wait
-
-
-def _step(call: Call) -> int:
-    return -1 if call.moment is None else call.moment.step
+        """Gradients to the shards, and from there home, where the caller compares them."""
+        if self._per_step and not self._ends():
+            seats = (grads.slot_gate_up, grads.slot_down)
+            shards, _ = return_shards(call.comm, call.seats, *seats, self._cuts)
+        else:
+            shards = self._sharded.give_back(call, grads)
+        pairs = zip(shards, self._cuts, strict=True)
+        gate_up, down = (None if s is None else gather_homes(call.comm, s, cut) for s, cut in pairs)
+        return gate_up, down
 
 
 def _uncounted(call: Call, gate_up: Tensor, down: Tensor) -> Lease:

@@ -24,14 +24,17 @@ class System:
         about: one line for tables.
         info: what its policy decides from, when, and what it moves.
         changes: fields of LRMoEConfig that define it; every other field comes from the base configuration.
-        storage: who holds experts between calls, "owned" (their home rank) or "sharded" (all ranks a part of each).
     """
 
     name: str
     about: str
     info: PolicyInfo
     changes: Mapping[str, Any] = field(default_factory=dict)
-    storage: str = "owned"
+
+    @property
+    def storage(self) -> str:
+        """Who holds experts between calls: "owned" (their home rank) or "sharded" (all ranks a part of each)."""
+        return str(self.changes["storage"])
 
     def config(self, base: LRMoEConfig) -> LRMoEConfig:
         """The base configuration with this system's own fields set."""
@@ -47,15 +50,10 @@ class System:
         return ":" in self.name and self.info.drops
 
 
-def _exact(policy: str, about: str, *, storage: str = "owned", **changes: Any) -> System:
-    """A system of exact gradients; `changes` beside what all of them share.
-
-    Layers of the comparison are given whole experts of their home ranks; a system of sharded storage starts from them.
-    """
+def _exact(policy: str, about: str, **changes: Any) -> System:
+    """A system of exact gradients; `changes` beside what all of them share."""
     fields = {"policy": policy, "storage": "owned", "max_drop": 0.0, **changes}
-    return System(
-        name=policy, about=about, info=policy_info(policy), changes=MappingProxyType(fields), storage=storage
-    )
+    return System(name=policy, about=about, info=policy_info(policy), changes=MappingProxyType(fields))
 
 
 def _lrmoe(name: str, about: str, **changes: Any) -> System:

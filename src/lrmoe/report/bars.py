@@ -13,9 +13,10 @@ from lrmoe.report.tables import Table, critical_path, number
 PHASE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "experts forward": ("experts",),
     "experts backward": ("experts_backward",),
-    "rows packed and combined": ("pack", "dispatch", "combine", "exchange", "return", "replicas"),
+    "rows packed and combined": ("pack", "dispatch", "combine", "exchange", "return"),
     "planned, scored and selected": ("plan", "score", "select", "reroute"),
-    "rows on the link (modelled)": ("wire",),
+    "bytes on the link (modelled)": ("wire",),
+    "experts' weights and gradients moved": ("replicas",),
 }
 
 

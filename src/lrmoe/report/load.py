@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.errors import ConfigError
-from lrmoe.report.data import LayerRows, Run, Series, SystemRun
+from lrmoe.report.data import BASELINE, LayerRows, Run, Series, SystemRun
+from lrmoe.report.plot import DASHES, SERIES_COLOURS
 
 _Line = Mapping[str, Any]
 _PHASE = "lrmoe/ms_"
@@ -97,6 +98,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _compare_systems(summary: Mapping[str, Any], lines: Sequence[_Line]) -> tuple[SystemRun, ...]:
     link = summary.get("link_bytes_per_s")
     runs = []
+    others = [name for name in summary["systems"] if name != BASELINE]
     for name, figures in summary["systems"].items():
         own = [line for line in lines if line.get("system") == name]
         runs.append(
@@ -107,6 +109,10 @@ def _compare_systems(summary: Mapping[str, Any], lines: Sequence[_Line]) -> tupl
                 loads=_loads(own),
                 phase_ms=figures.get("call_ms", {}),
                 config=figures.get("config", {}),
+                # Colours repeat beyond the first few systems: another dash tells them apart.
+                dash=DASHES[others.index(name) // SERIES_COLOURS % len(DASHES)]
+                if name in others
+                else DASHES[0],
             )
         )
     return tuple(runs)

@@ -9,9 +9,9 @@ from typing import Any
 from lrmoe.errors import ConfigError
 from lrmoe.report import tables
 from lrmoe.report.data import BASELINE, Run, SystemRun
+from lrmoe.report.plot import DASHES
 from lrmoe.report.tables import Table
 
-_DASHES = ("solid", "dash", "dot", "dashdot")
 _UNTOLD = ("train.name", "train.runs", "context.command", "context.date")  # always differ and explain nothing
 
 
@@ -95,7 +95,7 @@ def _drawn(run: Run, system: SystemRun, title: str, colour: int, index: int, lin
         name=title if run.kind == "train" else f"{title}: {system.name}",
         figures=figures,
         colour=f"var(--series-{colour})",
-        dash=_DASHES[index % len(_DASHES)],
+        dash=DASHES[index % len(DASHES)],
     )
     return _at_link(moved, run.summary.get("link_bytes_per_s"), link)
 

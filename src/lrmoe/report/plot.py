@@ -14,7 +14,8 @@ from typing import Any
 from lrmoe.report.data import BASELINE, Run, SystemRun
 from lrmoe.report.tables import Table
 
-_SERIES_COLOURS = 4
+SERIES_COLOURS = 4
+DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def colour(run: Run, system: SystemRun) -> str:
     if system.name == BASELINE:
         return "var(--series-0)"
     others = [s for s in run.systems if s.name != BASELINE]
-    return f"var(--series-{1 + others.index(system) % _SERIES_COLOURS})"
+    return f"var(--series-{1 + others.index(system) % SERIES_COLOURS})"
 
 
 def line(y: float, xref: str = "paper", yref: str = "y") -> dict[str, Any]:

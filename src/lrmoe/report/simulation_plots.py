@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import BASELINE, Run
-from lrmoe.report.plot import Plot, label
+from lrmoe.report.plot import DASHES, Plot, label
 from lrmoe.report.simulation import OURS, milliseconds, pressures, scenarios, where
 from lrmoe.report.tables import Table, number, percent
 
-_DASHES = ("solid", "dash", "dot", "dashdot")
 _Figures = Mapping[str, Any]
 
 
@@ -60,7 +59,7 @@ def _line(name: str, index: int) -> dict[str, Any]:
         return {"color": "var(--series-0)", "width": 2.5}
     if name == OURS:
         return {"color": "var(--series-1)", "width": 4}
-    return {"color": f"var(--series-{2 + index % 3})", "width": 2, "dash": _DASHES[index // 3 % len(_DASHES)]}
+    return {"color": f"var(--series-{2 + index % 3})", "width": 2, "dash": DASHES[index // 3 % len(DASHES)]}
 
 
 def _lines(series: Mapping[str, Sequence[float]], x: Sequence[Any]) -> list[dict[str, Any]]:
