@@ -19,7 +19,7 @@ class Exchange:
     the current stream's work; a rank without messages takes no part.
 
     Args:
-        sends: (rank, contiguous tensor) to send there.
+        sends: (rank, tensor) to send there; one that is not contiguous is copied first.
         receives: (rank, contiguous tensor) to fill from there.
     """
 
@@ -30,7 +30,7 @@ class Exchange:
             dist.P2POp(way, _as_bytes(tensor), group=comm.group, group_peer=rank)
             for way, rank, tensor in chain(
                 ((dist.irecv, rank, tensor) for rank, tensor in receives),
-                ((dist.isend, rank, tensor) for rank, tensor in sends),
+                ((dist.isend, rank, tensor.contiguous()) for rank, tensor in sends),
             )
         ]
         self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
