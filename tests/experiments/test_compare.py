@@ -13,7 +13,7 @@ import pytest
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError, LRMoEError
 from lrmoe.experiments.commands import compare
-from lrmoe.experiments.compare import _check_same_start
+from lrmoe.experiments.compare import _check_same_start, common_loss
 from lrmoe.experiments.cost import step_cost
 from lrmoe.experiments.figures import figures
 from lrmoe.experiments.lane import Lane
@@ -183,6 +183,16 @@ def test_every_system_runs_and_exact_ones_share_a_trajectory(everything: tuple[P
         if executed:
             assert entry["largest_difference_eps"] < 32
     assert losses["lrmoe-topk20"] != losses["megatron"]
+    found = {item["name"] for item in figures(summary)}
+    assert {"compare.symi.replica_bytes", "compare.eplb.largest_difference_eps"} <= found
+    assert "compare.laer.time_to_common_loss_over_megatron" in found
+
+
+def test_a_system_that_ended_for_its_budget_does_not_hide_the_common_loss() -> None:
+    lanes = [lane("megatron", 5.0), lane("lrmoe", 4.5)]
+    assert common_loss(lanes) == 5.0
+    lanes[0].extra["infeasible"] = "too large"
+    assert common_loss(lanes) == 4.5
 
 
 @pytest.mark.distributed

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lrmoe.errors import LRMoEError
-from lrmoe.experiments.executor import differs_by
+from lrmoe.errors import InfeasibleError, LRMoEError
+from lrmoe.experiments.executor import Executor, differs_by
+from lrmoe.layer import MoELayer
 from tests.distributed.pool import Pool
 from tests.experiments import rig_cases
 from tests.training.tiny import tiny_config
@@ -75,3 +77,12 @@ def test_differences_are_in_eps_of_the_largest_entry() -> None:
     assert differs_by(lost, lost.clone()) == 0, (
         "a training that has lost its numbers is not the system's fault"
     )
+
+
+def test_a_system_that_does_not_fit_its_budget_ends_alone() -> None:
+    def refuse(*_: object) -> MoELayer:
+        raise InfeasibleError("rank 3 needs 5 bytes")
+
+    executor = Executor("big", refuse, None)
+    executor.execute([SimpleNamespace(layer=SimpleNamespace(layer=0))])  # type: ignore[list-item]
+    assert executor.infeasible == "rank 3 needs 5 bytes"

@@ -108,8 +108,8 @@ def contest(experiment: Experiment) -> dict[str, Any]:
 
 
 def common_loss(lanes: Sequence[Lane]) -> float | None:
-    """The lowest smoothed loss that every system reached at some step, or None where one has none."""
-    loss = max(lane.lowest for lane in lanes)
+    """The lowest smoothed loss that every system that fits its budget reached at some step, or None without one."""
+    loss = max((lane.lowest for lane in lanes if "infeasible" not in lane.extra), default=math.inf)
     return loss if math.isfinite(loss) else None
 
 

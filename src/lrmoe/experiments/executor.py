@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lrmoe.checkpoint.agree import rank_of, size_of
-from lrmoe.errors import LRMoEError
+from lrmoe.errors import InfeasibleError, LRMoEError
 from lrmoe.experiments.recorder import INPUTS, RecordedCall
 from lrmoe.layer import MoELayer, StepClock
 from lrmoe.telemetry import CallRecord, Telemetry
@@ -70,6 +70,9 @@ class Executor:
     Args:
         name: of the system. build: makes its layer in the place of the trainer's.
         group: of the ranks.
+
+    Attributes:
+        worst: the largest difference so far. infeasible: why the system cannot run in its budget, or empty.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Executor:
     ) -> None:
         self.name = name
         self.worst = Difference()
+        self.infeasible = ""
         self._build = build
         self._group = group
         self._clock, self._telemetry = StepClock(), Telemetry()
@@ -89,9 +93,17 @@ class Executor:
     def execute(self, calls: Sequence[RecordedCall]) -> None:
         """Run one micro-batch: all layers forward, then all layers backward. Every rank calls it.
 
+        A call that does not fit the budget, which all ranks find alike, sets `infeasible` and ends the system.
+
         Raises:
             LRMoEError: a result differs from the trainer's by more than rounding, on any rank; on every rank.
         """
+        try:
+            self._execute(calls)
+        except InfeasibleError as error:
+            self.infeasible = str(error)
+
+    def _execute(self, calls: Sequence[RecordedCall]) -> None:
         runs = [_Run(call, self._layer(call)) for call in calls]
         for run in runs:
             run.forward()

@@ -16,10 +16,14 @@ QUANTITIES = (
     ("moe_time_critical_s", "s", "lower"),
     ("moe_time_wall_s", "s", "lower"),
     ("wire_bytes", "B", "lower"),
+    ("replica_bytes", "B", "lower"),
     ("buffer_peak_bytes", "B", "lower"),
     ("forward_peak_rows", "rows", "lower"),
     ("backward_peak_rows", "rows", "lower"),
     ("kept_share", "fraction", "higher"),
+    ("steps_to_common_loss", "steps", "lower"),
+    ("critical_s_to_common_loss", "s", "lower"),
+    ("largest_difference_eps", "eps", "lower"),
 )
 RATIOS = (
     ("time_critical", "moe_time_critical_s"),
@@ -27,6 +31,7 @@ RATIOS = (
     ("wire_bytes", "wire_bytes"),
     ("buffer_peak_bytes", "buffer_peak_bytes"),
     ("steps", "steps"),
+    ("time_to_common_loss", "critical_s_to_common_loss"),
 )
 
 
@@ -38,12 +43,12 @@ def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, ours in summary["systems"].items():
         yield figure(f"compare.{name}.reached", int(ours["reached"]), "boolean", "higher", **context)
         for quantity, unit, better in QUANTITIES:
-            if ours[quantity] is not None:
+            if ours.get(quantity) is not None:
                 yield figure(f"compare.{name}.{quantity}", ours[quantity], unit, better, **context)
         if base is None or base is ours or not (base["reached"] and ours["reached"]):
             continue
         for short, quantity in RATIOS:
-            if base[quantity] and ours[quantity] is not None:
+            if base.get(quantity) and ours.get(quantity) is not None:
                 ratio = ours[quantity] / base[quantity]
                 yield figure(f"compare.{name}.{short}_over_{BASELINE}", ratio, "ratio", "lower", **context)
 

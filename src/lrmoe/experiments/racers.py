@@ -149,6 +149,9 @@ class Shared:
         metrics = self.trainer.step()
         _add(self._base, metrics, metrics.records_by_rank, None if self.unlisted else out)
         for executor, lane in zip(self._executors, self._executed, strict=True):
+            if executor.infeasible:
+                lane.extra = {"infeasible": executor.infeasible}
+                continue
             records = gather_records(executor.end_step(), self._group, self.trainer.device)
             _add(lane, metrics, records, out)
             lane.extra = {"largest_difference_eps": executor.worst.eps}
@@ -162,7 +165,8 @@ class Shared:
         self._number = number
         calls = self._recorder.take()
         for executor in turns(self._executors, self._batches):
-            executor.execute(calls)
+            if not executor.infeasible:
+                executor.execute(calls)
         self._batches += 1
 
 

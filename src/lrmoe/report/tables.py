@@ -200,6 +200,7 @@ def _headline_note(run: Run) -> str:
     missed = [s.name for s in run.systems if not s.figures.get("reached")]
     if missed and len(run.systems) > _WIDE:
         parts.append(f"Not arrived: {', '.join(missed)}.")
+    parts += [f"{s.name}: {s.figures['infeasible']}." for s in run.systems if s.figures.get("infeasible")]
     if run.baseline and len(run.systems) > 1:
         parts.append(f"In brackets: against {run.baseline.name}.")
     if any(s.figures.get("largest_difference_eps") is not None for s in run.systems):
