@@ -5,6 +5,7 @@ Shape letters: R ranks, E experts, L local experts.
 
 from __future__ import annotations
 
+import socket
 import zlib
 from dataclasses import dataclass
 
@@ -23,10 +24,12 @@ from lrmoe.layer.routing import sort_pairs
 from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
 from lrmoe.planning.policies import Policy
 from lrmoe.planning.problem import FloatArray, History, IntArray
+from lrmoe.planning.rates import Sizes, agreed, copy_price, device_code
 from lrmoe.planning.seats import Seats, seats_of
 from lrmoe.telemetry import CallRecord, PhaseClock
 from lrmoe.telemetry.record import OpenCall
 
+_OF_WEIGHTS = 4 | 8  # bits of gradient_bits
 _UNDER_NO_GRAD = 16  # unknown yet: a reentrant checkpoint runs its first forward without gradients
 _DTYPE_CODES = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
@@ -62,11 +65,12 @@ class Announcer:
         self._comm = comm
         self._topology = topology
         self._controller = controller
-        self._hidden = hidden
+        self._hidden, self._width = hidden, width
         self._policy = get_policy(config.policy) if policy is None else policy
         self._past = PastCalls(config.policy)
         self._homes = homes
         self._met = False
+        self._device, self._hosts = 0, 1  # of all ranks, from the first call on
         self._sizes = {
             "the number of experts": topology.experts,
             "the hidden size": hidden,
@@ -93,7 +97,9 @@ class Announcer:
             header = self._header(inputs, moment, gradients, compute_dtype)
             counts_RE, score_mean_E = self._gather(header, counts_E)
             prune = moment is not None and moment.prune and gradients > 0
-            plan = self._make_plan(counts_RE, self._config.max_drop if prune else 0.0, score_mean_E)
+            drop = self._config.max_drop if prune else 0.0
+            self._controller.prices = self._prices(moment, gradients, compute_dtype, drop)
+            plan = self._make_plan(counts_RE, drop, score_mean_E)
             if moment is not None:
                 self._past.add(plan)
         open_call = OpenCall(record=self._record(plan, moment, inputs), clock=clock)
@@ -105,7 +111,13 @@ class Announcer:
     def _make_plan(self, counts_RE: IntArray, max_drop: float, score_mean_E: FloatArray | None) -> LayerPlan:
         history = self._past.history()
         problem = make_problem(
-            self._config, counts_RE, self._topology, max_drop, score_mean_E, history=history
+            self._config,
+            counts_RE,
+            self._topology,
+            max_drop,
+            score_mean_E,
+            prices=self._controller.prices,
+            history=history,
         )
         plan = self._policy(problem)
         if plan.overflow_RE is not None and plan.overflow_RE.any():
@@ -114,6 +126,22 @@ class Announcer:
                 "(capacity drop): the runtime computes every pair; valid: a policy without a capacity factor"
             )
         return plan
+
+    def _prices(
+        self, moment: Moment | None, gradients: int, dtype: torch.dtype, max_drop: float
+    ) -> tuple[float, float]:
+        """What copies and crossing rows cost in this call, in rows of compute."""
+        unknown = gradients == _UNDER_NO_GRAD
+        sizes = Sizes(
+            hidden=self._hidden,
+            width=self._width,
+            ranks=self._comm.size,
+            element_bytes=dtype.itemsize,
+            backward=moment is not None if unknown else gradients > 0,
+            weights=unknown or gradients & _OF_WEIGHTS > 0,
+            lean=self._config.lean and not (self._config.full_router_grad and max_drop > 0),
+        )
+        return copy_price(self._device, sizes, hosts=self._hosts)
 
     def report(self, error: Exception, weight: object) -> None:
         """Tell the other ranks that this one cannot make the call; they raise, and so does the caller."""
@@ -128,18 +156,23 @@ class Announcer:
     def _meet(self, device: torch.device) -> int:
         """At the first call: all ranks built the same layer, or RankError on all. Returns the integers exchanged.
 
-        Layers of other sizes would send messages of other lengths, which backends answer with a crash.
+        Layers of other sizes would send messages of other lengths, which backends answer with a crash. What each rank
+        runs on crosses too: prices depend on it, and plans must be the same on ranks that differ.
         """
         if self._met or self._comm.size == 1:
             return 0
-        mine = torch.tensor(list(self._sizes.values()), dtype=torch.int64, device=device)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        place = [device_code(device.type, name), zlib.crc32(socket.gethostname().encode())]
+        mine = torch.tensor([*self._sizes.values(), *place], dtype=torch.int64, device=device)
         table = self._comm.all_gather_ints(mine).cpu().numpy()
+        devices, hosts = table[:, -2].tolist(), table[:, -1].tolist()
+        table = table[:, :-2]
         for name, values in zip(self._sizes, table.T, strict=True):
             if (values != values[0]).any():
                 seen = ", ".join(f"rank {r}: {int(v)}" for r, v in enumerate(values))
                 raise RankError(f"MoE layer {self._controller.layer}: {name} differs between ranks ({seen})")
-        self._met = True
-        return len(self._sizes)
+        self._device, self._hosts, self._met = agreed(devices), len(set(hosts)), True
+        return len(mine)
 
     def _header(
         self, inputs: Inputs, moment: Moment | None, gradients: int, compute_dtype: torch.dtype
@@ -198,13 +231,20 @@ def make_problem(
     max_drop: float,
     score_mean_E: FloatArray | None,
     *,
+    prices: tuple[float, float] = (0.0, 0.0),
     history: History | None = None,
 ) -> Problem:
-    """The planning problem of a call. Score history serves `sampled` only: its optimum is one sampling constant."""
+    """The planning problem of a call. Score history serves `sampled` only: its optimum is one sampling constant.
+
+    Args:
+        prices: of a copy and of a crossing row, in rows of compute.
+    """
     return Problem(
         counts_RE=counts_RE,
         topology=topology,
         slots=min(config.replica_slots, topology.experts - topology.experts_per_rank),
+        copy_rows=prices[0],
+        cross_rows=prices[1],
         history=history,
         max_drop=max_drop,
         drop=config.drop,

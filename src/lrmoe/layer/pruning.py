@@ -147,7 +147,10 @@ def _observe(call: Call, rows: Candidates, experts: NDArray[np.int64]) -> None:
     energy_M = torch.where(rows.score_M.isfinite(), rows.score_M, 0.0).double().square()
     pending["energy"] = energy_M.sum()
     for drop in sorted({*_OBSERVED_DROPS, call.config.max_drop} - {0}):
-        problem = make_problem(call.config, call.plan.counts_RE, call.plan.topology, drop, None)
+        prices = call.controller.prices
+        problem = make_problem(
+            call.config, call.plan.counts_RE, call.plan.topology, drop, None, prices=prices
+        )
         plan = get_policy(call.config.policy)(problem)
         quota_L = _tensor(plan.quota_E[experts], rows.score_M)
         chance_M = inclusion(replace(rows, quota_L=quota_L))

@@ -96,6 +96,8 @@ def fit(
     first = ladder.price(policy(problem), 0)
     if budget is None or first.need <= budget:
         return first
+    if problem.copy_rows:  # too many bytes: replicas are weighed by what they save of them
+        ladder.problem, ladder.priced = replace(problem, copy_rows=0.0), True
     ladder.variants = _variants(ladder, first.plan)
     found = ladder.climb() or ladder.scan()
     if found.need > budget:
@@ -113,6 +115,7 @@ class _Ladder:
     execution: Execution
     saves: tuple[tuple[bool, bool], ...]
     adapts: bool
+    priced: bool = False
     variants: list[LayerPlan] = field(default_factory=list)
 
     @property
@@ -249,6 +252,8 @@ def _variants(ladder: _Ladder, first: LayerPlan) -> list[LayerPlan]:
     """The policy's plan; where it adapts, also one whose replicas are weighed by bytes, and one without any."""
     plans, problem = [first], ladder.problem
     if ladder.adapts and problem.slots:
+        if ladder.priced:
+            plans.append(ladder.policy(problem))
         if problem.pairs and problem.replica_rows:
             plans.append(ladder.ask(problem.pairs, problem.slots))
         plans.append(ladder.policy(replace(problem, slots=0)))

@@ -168,3 +168,23 @@ def get_hardware(name: str) -> Hardware:
     near = difflib.get_close_matches(name.lower(), list(HARDWARE), n=1, cutoff=0.4)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise PlanError(f"hardware={name!r}: no such device{hint}; valid: {', '.join(HARDWARE)}")
+
+
+# Names that drivers give. Other forms of these products (PCIe cards, NVL) have other rates: they are not known.
+PRODUCTS: Mapping[str, str] = MappingProxyType(
+    {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H200": "h200",
+        "NVIDIA H20": "h20",
+        "NVIDIA A100-SXM4-40GB": "a100-40",
+        "NVIDIA A100-SXM4-80GB": "a100-80",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA B200": "b200",
+    }
+)
+
+
+def product(name: str) -> Hardware | None:
+    """The device that a driver calls by this name, or None where it is not known."""
+    return HARDWARE.get(PRODUCTS.get(name, ""))

@@ -29,6 +29,15 @@ class Matching:
         """Largest load, replicas charged."""
         return max(self.load)
 
+    def copy(self) -> Matching:
+        """The same attempt, to go on with apart."""
+        other = Matching.__new__(Matching)
+        other.local, other.charge = self.local, self.charge
+        other.left, other.load, other.free = list(self.left), list(self.load), list(self.free)
+        other.moved = dict(self.moved)
+        other.gateway = {rank: list(experts) for rank, experts in self.gateway.items()}
+        return other
+
     def fill(self, level: int, ranks: range, seed: int = 0) -> bool:
         """Match givers with takers among `ranks` until none is above `level`; whether that succeeded.
 

@@ -10,7 +10,6 @@ Shape letters: R ranks, E experts, J instances.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,20 +48,39 @@ def place(problem: Problem, *, level: int | None = None) -> Placement:
         problem: counts, topology, slots, budget.
         level: rows (replicas charged) that no rank should pass; a higher level needs fewer replicas. None: the mean.
     """
-    topology, counts = problem.topology, problem.counts_E.tolist()
+    return placed(matched(problem, level), problem.topology)
+
+
+def unmatched(problem: Problem) -> Matching:
+    """Every expert at home, nothing copied yet."""
     charge = problem.replica_rows if problem.budget_rows is not None else 0
+    return Matching(problem.counts_E.tolist(), problem.topology, problem.slots, charge)
 
-    def start() -> Matching:
-        return Matching(counts, topology, problem.slots, charge)
 
-    best = start()
+def relaxed(problem: Problem, home: Matching, level: int) -> Matching:
+    """What one attempt makes of `unmatched` at a level, reached or not; `home` stays as it is."""
+    found = None
+    if problem.topology.nodes > 1:
+        found = _by_nodes(level, home.copy, problem.topology)
+    if found is None:
+        found = home.copy()
+        found.fill(level, range(problem.topology.ranks))
+    return found
+
+
+def matched(problem: Problem, level: int | None = None) -> Matching:
+    """`place` before its result is laid out."""
+    topology = problem.topology
+
+    home = unmatched(problem)
+    start, best = home.copy, home.copy()
     aim = max(-(-problem.pairs // topology.ranks), level or 0)
     if problem.slots and best.peak > aim:
         near = _by_nodes(aim, start, topology) if topology.nodes > 1 else None
         best = near or _search(best, aim, problem.slots, start)
     if problem.slots and problem.local_rows is not None:
-        best = _localise(problem, best, min(aim, start().peak))
-    return _result(best, topology)
+        best = _localise(problem, best, min(aim, home.peak))
+    return best
 
 
 def _lower_bound(fixed: Matching, slots: int) -> int:
@@ -123,7 +141,7 @@ def _localise(problem: Problem, best: Matching, aim: int) -> Matching:
     """
     topology, least = problem.topology, problem.local_rows or 1
     level = max(best.peak, aim)
-    whole = deepcopy(best)
+    whole = best.copy()
     for rank, expert, pairs in _local_demand(problem, whole):
         if whole.free[rank] and whole.left[expert] >= least:
             whole.give(expert, rank, pairs)
@@ -155,7 +173,8 @@ def _local_demand(problem: Problem, match: Matching) -> list[tuple[int, int, int
     return result
 
 
-def _result(match: Matching, topology: Topology) -> Placement:
+def placed(match: Matching, topology: Topology) -> Placement:
+    """Instances and pairs of a matching."""
     experts, moved = topology.experts, match.moved
     key = np.fromiter((rank * experts + e for rank, e in moved), np.int64, len(moved))
     home = topology.home_E * experts + np.arange(experts)

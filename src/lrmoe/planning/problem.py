@@ -110,6 +110,10 @@ class Problem:
         wire_weight: rows of compute that an entering row costs; backward minimises the larger of load and
             wire_weight * rows entering over all ranks. 0: the network is no part of the peak.
         local_rows: least pairs a replica must make local to be worth its traffic, or None for balance only.
+        copy_rows: what all traffic of one foreign copy in a call costs, in rows of compute (a row: one pair's forward
+            and, where there is one, backward). 0: copies are free.
+        cross_rows: what a row's way between ranks costs, there and back in every pass, in rows of compute. Read where
+            copies have a price.
         history: past calls, for policies that plan from them.
 
     Raises:
@@ -132,6 +136,8 @@ class Problem:
     wire_rows: int | None = None
     wire_weight: float = 0.0
     local_rows: int | None = None
+    copy_rows: float = 0.0
+    cross_rows: float = 0.0
     history: History | None = None
 
     def __post_init__(self) -> None:
@@ -166,8 +172,9 @@ class Problem:
                 raise PlanError(f"{name}={value}: must be at least 1, or None for no limit")
         if self.max_chunks < 1:
             raise PlanError(f"max_chunks={self.max_chunks}: must be at least 1")
-        if not 0 <= self.wire_weight < math.inf:
-            raise PlanError(f"wire_weight={self.wire_weight}: must be a finite number, not negative")
+        for name in ("wire_weight", "copy_rows", "cross_rows"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PlanError(f"{name}={getattr(self, name)}: must be a finite number, not negative")
         for name in ("replica_rows", "move_rows", "min_keep"):
             if getattr(self, name) < 0:
                 raise PlanError(f"{name}={getattr(self, name)}: must not be negative")

@@ -1,7 +1,8 @@
 """LRMoE: replicas for the complete forward, quotas that lower the most loaded rank first, kept pairs re-balanced.
 
 Source: the published account of the method (dynamic experts and tokens orchestration), with algorithms of this project
-where it is silent: excess-room matching for replicas, prices for quotas, exact least-peak routing of kept pairs.
+where it is silent: excess-room matching for replicas (where copies have a price: only where they pay), prices for
+quotas, exact least-peak routing of kept pairs.
 Inputs: the current counts; per-expert score means of past calls (never past counts) for how quotas share the drop.
 Acts at every call.
 Moves: replica weights out, again for backward, gradients back; rows.
@@ -24,6 +25,7 @@ from lrmoe.planning.quotas import home_quotas, overload_goal
 from lrmoe.planning.routing import Limits, Routing, route
 from lrmoe.planning.split import split_instances
 from lrmoe.planning.wires import wired, wired_quotas
+from lrmoe.planning.worth import worthwhile
 
 
 def plan(problem: Problem) -> LayerPlan:
@@ -34,8 +36,8 @@ def plan(problem: Problem) -> LayerPlan:
     """
     if problem.slots == 0:
         return _at_home(problem)
-    placement = place(problem, level=_aim(problem))
-    if not placement.replicas_R.any():
+    placement = _place(problem)
+    if placement is None or not placement.replicas_R.any():
         return _at_home(problem)
     quotas = (wired_quotas if wired(problem) else replica_quotas)(
         problem,
@@ -52,6 +54,19 @@ def plan(problem: Problem) -> LayerPlan:
     if rungs.forward_chunks > 1 and (home := _at_home(problem)).forward_chunks < rungs.forward_chunks:
         return home
     return _spread(problem, placement, quotas, routing, rungs)
+
+
+def _place(problem: Problem) -> Placement | None:
+    """Replicas: what the budget needs first; where every expert fits at home, what pays. None: all stay at home."""
+    if problem.copy_rows == 0:
+        return place(problem, level=_aim(problem))
+    budget = problem.budget_rows
+    if (
+        budget is not None
+        and int(problem.counts_E.reshape(problem.topology.ranks, -1).sum(axis=1).max()) > budget
+    ):
+        return place(problem, level=_aim(problem))
+    return worthwhile(problem, _aim(problem))
 
 
 def _aim(problem: Problem) -> int | None:
