@@ -85,14 +85,11 @@ class Controller:
         self.config = config
         self.clock = clock
         self.layer = layer
-        self.prices = (
-            0.0,
-            0.0,
-        )  # of a copy and of a crossing row in the latest call (planning.rates.copy_price)
         self.score_mean_L = torch.zeros(experts, dtype=torch.float64, device="cpu")
         self._step = 0
         self._calls_in_step = 0
         self._calls = 0
+        self.prices = (0.0, 0.0)  # of a copy and a crossing row in the latest call (planning.rates)
 
     def next_moment(self) -> Moment:
         """Count one training call."""
@@ -134,10 +131,6 @@ class Controller:
         mean = score_sum_L / count_L.clamp(min=1)
         old = self.score_mean_L.to(mean.device)
         fresh = torch.where(old > 0, _DECAY * old + (1 - _DECAY) * mean, mean)
-        self.prices = (
-            0.0,
-            0.0,
-        )  # of a copy and of a crossing row in the latest call (planning.rates.copy_price)
         self.score_mean_L = torch.where((count_L > 0) & (mean > 0), fresh, old)
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,10 +158,6 @@ class Controller:
                 f"score_mean holds {mean.numel()} experts: layer {self.layer} has "
                 f"{self.score_mean_L.numel()} on this rank"
             )
-        self.prices = (
-            0.0,
-            0.0,
-        )  # of a copy and of a crossing row in the latest call (planning.rates.copy_price)
         self.score_mean_L = mean
         self._step, self._calls_in_step = int(state["step"]), int(state["calls_in_step"])
         self._calls = int(state["calls"])
