@@ -23,6 +23,8 @@ from lrmoe.layer import MoELayer, StepClock
 from lrmoe.planning import LayerPlan
 from lrmoe.telemetry import Telemetry
 from lrmoe.training.loop import Trainer
+from lrmoe.training.records import gather_records
+from tests.experiments.records import record
 from tests.training.tiny import SHAPE, tiny_config
 
 EXACT = {"policy": "megatron", "max_drop": 0.0, "replica_slots": 0, "lean_wire": False}
@@ -174,3 +176,10 @@ def summed(hosts_RE: Any, size: int) -> tuple[dict[int, torch.Tensor], int]:
 def changed(old_RE: Any, new_RE: Any, size: int) -> int:
     """`change` of a layout."""
     return change(Comm(dist.group.WORLD), old_RE, new_RE, expert_bytes=size)
+
+
+def gathered() -> list[int]:
+    """What every rank saved by a lean wire, as all ranks see it."""
+    mine = record(ms={}, sent={}, bytes_saved_lean=10 + dist.get_rank())
+    by_rank = gather_records([mine], dist.group.WORLD, torch.device("cpu"))
+    return [records[0].bytes_saved_lean for records in by_rank]

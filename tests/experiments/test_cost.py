@@ -54,6 +54,10 @@ def test_totals_over_ranks() -> None:
     assert cost.calls == 2
     assert cost.cpu_ms == 6 + 4 + 7 + 7
     assert cost.wire_bytes == 400 + 100 + 1200 + 500
+    assert cost.replica_bytes == 0
+    moved = record(ms={}, sent={"dispatch": 10, "replicas": 7}, bytes_saved_lean=5)
+    assert step_cost([[moved], [moved]]).replica_bytes == 14
+    assert step_cost([[moved], [moved]]).row_per_pair_bytes == 2 * 22
     assert cost.wall_ms == 2 * 14, "the rank with most wall time, not the sum of each phase's slowest"
     assert (cost.pairs, cost.kept, cost.kept_share) == (200, 140, 0.7)
     assert (cost.forward_peak_rows, cost.backward_peak_rows) == (120, 70)

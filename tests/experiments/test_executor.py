@@ -64,6 +64,11 @@ def test_recorded_weights_and_gradients_are_the_trainers_own(pool2: Pool, folder
     assert pool2.run(rig_cases.weight_gradient, folder) == [(True, True)] * 2
 
 
+@pytest.mark.distributed
+def test_what_lean_wires_saved_is_known_of_every_rank(pool2: Pool) -> None:
+    assert pool2.run(rig_cases.gathered) == [[10, 11]] * 2
+
+
 def test_differences_are_in_eps_of_the_largest_entry() -> None:
     expected = torch.tensor([1.0, -4.0])
     assert differs_by(expected.clone(), expected) == 0

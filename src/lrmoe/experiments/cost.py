@@ -47,6 +47,7 @@ class StepCost:
         critical_bytes: sum over calls and phases of the most bytes that any rank sent to others.
         wire_bytes: bytes sent to other ranks, summed over calls, phases and ranks.
         replica_bytes: those of them that are experts' weights, gradients and optimizer states.
+        row_per_pair_bytes: what `wire_bytes` would be with one row per pair.
         pairs, kept: (token, expert) pairs of the step, and those that backward kept.
         forward_peak_rows, backward_peak_rows: sum over calls of the rows of the most loaded rank.
         buffer_bytes: largest over ranks of the token buffers that are alive together: the stashes of a micro-batch's
@@ -62,6 +63,7 @@ class StepCost:
     critical_bytes: int
     wire_bytes: int
     replica_bytes: int
+    row_per_pair_bytes: int
     pairs: int
     kept: int
     forward_peak_rows: int
@@ -103,6 +105,7 @@ def step_cost(records_by_rank: Sequence[Sequence[CallRecord]]) -> StepCost:
         critical_bytes=sum(_critical_bytes(call) for call in calls),
         wire_bytes=sum(record.wire_bytes for records in records_by_rank for record in records),
         replica_bytes=sum(r.bytes.get("replicas", 0) for records in records_by_rank for r in records),
+        row_per_pair_bytes=sum(r.wire_bytes_row_per_pair for records in records_by_rank for r in records),
         pairs=sum(call[0].pairs for call in calls),
         kept=sum(call[0].kept for call in calls),
         forward_peak_rows=sum(max(call[0].forward_load_R) for call in calls),

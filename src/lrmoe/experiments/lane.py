@@ -132,6 +132,7 @@ class Lane:
             "critical_s_to_common_loss": _critical_s(common, link_bytes_per_s),
             "wire_bytes": sum(c.wire_bytes for c in costs),
             "replica_bytes": sum(c.replica_bytes for c in costs),
+            "wire_bytes_row_per_pair": sum(c.row_per_pair_bytes for c in costs),
             "buffer_peak_bytes": max((c.buffer_bytes for c in costs), default=0),
             "kept_share": kept / pairs if pairs else 1.0,
             "forward_peak_rows": sum(c.forward_peak_rows for c in costs) / calls,

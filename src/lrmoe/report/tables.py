@@ -112,6 +112,7 @@ _HEADLINE: Sequence[tuple[str, str, Callable[[float | None], str], str]] = (
     ("MoE-layer time, wall", "moe_time_wall_s", seconds, "time, wall"),
     ("bytes on the wire", "wire_bytes", size, "wire"),
     ("of them weights, gradients, states", "replica_bytes", size, "of it experts"),
+    ("bytes with one row per pair", "wire_bytes_row_per_pair", size, "row per pair"),
     ("rows of the fullest rank, forward", "forward_peak_rows", _count, "rows forward"),
     ("rows of the fullest rank, backward", "backward_peak_rows", _count, "rows backward"),
     ("layer buffers, peak of a rank", "buffer_peak_bytes", size, "buffers"),
@@ -192,6 +193,8 @@ def _compare_headline(run: Run) -> Table:
 def _shown(run: Run, name: str) -> bool:
     if name in _WITHOUT_TARGET and run.target_loss is not None:
         return False
+    if name == "wire_bytes_row_per_pair":
+        return any(s.number(name) not in (None, s.number("wire_bytes")) for s in run.systems)
     return name not in _OPTIONAL | _WITHOUT_TARGET or any(s.number(name) for s in run.systems)
 
 

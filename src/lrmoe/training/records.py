@@ -19,9 +19,10 @@ _SCALARS = (
     "energy_dropped",
     "variance_added",
     "nonfinite_scores",
+    "bytes_saved_lean",
 )
 _TABLES = (("ms", PHASES), ("wall_ms", PHASES), ("bytes", PHASES), ("mem", PARTS))
-_WHOLE = {"rows_forward_local", "rows_backward_local", "nonfinite_scores", "bytes", "mem"}
+_WHOLE = {"rows_forward_local", "rows_backward_local", "nonfinite_scores", "bytes_saved_lean", "bytes", "mem"}
 
 
 def gather_records(
