@@ -5,7 +5,9 @@ Shape letters: R ranks, N rows sent, M rows received.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -59,7 +61,12 @@ class Comm:
         Returns:
             (M, ...), M = sum(receive_R).
         """
-        return self.start_all_to_all(rows, send_R, receive_R).wait()
+        if self.size == 1:
+            return rows
+        out = rows.new_empty((sum(receive_R), *rows.shape[1:]))
+        with _lent(out, rows) as (to, of):
+            dist.all_to_all_single(to, of, list(receive_R), list(send_R), group=self.group)
+        return out
 
     def start_all_to_all(self, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]) -> Arriving:
         """`all_to_all` that goes on beside what the caller does next; `rows` must not change until it has ended."""
@@ -77,6 +84,31 @@ class Comm:
             return 0
         width = rows[0].numel() * rows.element_size()
         return (sum(send_R) - send_R[self.rank]) * width
+
+
+_abandoned: list[
+    tuple[Tensor, ...]
+] = []  # of collectives that failed: a backend may still be at work in them
+
+
+@contextmanager
+def _lent(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Views as bytes for a collective that has ended when the context does.
+
+    gloo's thread lets go of its tensors a moment after a collective has ended. On CPU it is given views that own
+    nothing, so that a buffer is gone when its last user is and memory is what a plan says.
+    """
+    try:
+        yield [_unowned(t) if t.device.type == "cpu" and t.numel() else _as_bytes(t) for t in tensors]
+    except BaseException:
+        _abandoned.append(tensors)
+        raise
+
+
+def _unowned(rows: Tensor) -> Tensor:
+    """(N, bytes of a row) view of a contiguous tensor's memory that does not keep it alive."""
+    memory = (ctypes.c_uint8 * rows.nbytes).from_address(rows.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(rows.shape[0], -1)
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

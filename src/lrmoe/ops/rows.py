@@ -55,11 +55,17 @@ def _combine_mixed(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: T
     for block, end in enumerate(bounds):
         first = block * _MIXED_BLOCK
         ends = ends_T[first : first + _MIXED_BLOCK] - begin
-        wide = rows_NH.index_select(0, index_M[begin:end]).to(weight_M.dtype)
-        index = torch.arange(end - begin, device=rows_NH.device)
-        out[first : first + _MIXED_BLOCK] = combine(wide, index, ends, weight_M[begin:end])
+        out[first : first + _MIXED_BLOCK] = _widened(
+            rows_NH, index_M[begin:end], ends, weight_M[begin:end]
+        )
         begin = end
     return out
+
+
+def _widened(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor) -> Tensor:
+    """Weighted sums of one block in the dtype of the weights; its rows end here."""
+    wide = rows_NH.index_select(0, index_M).to(weight_M.dtype)
+    return combine(wide, torch.arange(wide.shape[0], device=wide.device), ends_T, weight_M)
 
 
 def row_norms(rows: Tensor) -> Tensor:
