@@ -16,6 +16,7 @@ from tests.experiments import rig_cases
 from tests.training.tiny import tiny_config
 
 EPS = torch.finfo(torch.float32).eps
+LIMIT_S = 120  # the first case of a pool imports transformers
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def folder(tmp_path: Path) -> str:
 @pytest.mark.distributed
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_executed_system_gives_what_the_trainer_gives(pool2: Pool, folder: str, accumulate: int) -> None:
-    found = pool2.run(rig_cases.run, folder, 3, {"accumulate": accumulate})
-    alone = pool2.run(rig_cases.losses_alone, folder, 3, {"accumulate": accumulate})
+    found = pool2.run(rig_cases.run, folder, 3, {"accumulate": accumulate}, limit_s=LIMIT_S)
+    alone = pool2.run(rig_cases.losses_alone, folder, 3, {"accumulate": accumulate}, limit_s=LIMIT_S)
     for rank in range(2):
         assert found[rank]["losses"] == alone[rank], "watching changes no bit of the training"
         assert found[rank]["shapes"] == [(0, 1)] * (3 * accumulate)
@@ -45,7 +46,7 @@ def test_an_executed_system_gives_what_the_trainer_gives(pool2: Pool, folder: st
 @pytest.mark.distributed
 @pytest.mark.parametrize("tensor", ["output", "x", "alpha", "gate_up", "down"])
 def test_a_wrong_result_on_one_rank_is_an_error_on_all(pool2: Pool, folder: str, tensor: str) -> None:
-    outcomes = pool2.outcomes(rig_cases.run, folder, 2, {}, tensor)
+    outcomes = pool2.outcomes(rig_cases.run, folder, 2, {}, tensor, limit_s=LIMIT_S)
     name = tensor if tensor == "output" else f"gradient of {tensor}"
     for outcome in outcomes:
         assert isinstance(outcome.error, LRMoEError)
@@ -55,18 +56,18 @@ def test_a_wrong_result_on_one_rank_is_an_error_on_all(pool2: Pool, folder: str,
 @pytest.mark.distributed
 def test_checkpointed_layers_are_recorded_once(pool2: Pool, folder: str) -> None:
     for kind in ("reentrant", "non_reentrant"):
-        found = pool2.run(rig_cases.run, folder, 2, {"activation_checkpointing": kind})
+        found = pool2.run(rig_cases.run, folder, 2, {"activation_checkpointing": kind}, limit_s=LIMIT_S)
         assert found[0]["shapes"] == [(0, 1)] * 2
 
 
 @pytest.mark.distributed
 def test_recorded_weights_and_gradients_are_the_trainers_own(pool2: Pool, folder: str) -> None:
-    assert pool2.run(rig_cases.weight_gradient, folder) == [(True, True)] * 2
+    assert pool2.run(rig_cases.weight_gradient, folder, limit_s=LIMIT_S) == [(True, True)] * 2
 
 
 @pytest.mark.distributed
 def test_what_lean_wires_saved_is_known_of_every_rank(pool2: Pool) -> None:
-    assert pool2.run(rig_cases.gathered) == [[10, 11]] * 2
+    assert pool2.run(rig_cases.gathered, limit_s=LIMIT_S) == [[10, 11]] * 2
 
 
 def test_differences_are_in_eps_of_the_largest_entry() -> None:
