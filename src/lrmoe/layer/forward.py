@@ -14,9 +14,10 @@ from torch import Tensor
 from lrmoe.layer.call import Call
 from lrmoe.layer.choice import choose_seats, in_order
 from lrmoe.layer.experts import experts_forward, scratch
-from lrmoe.layer.routing import Layout, part_of_cells, ranges
+from lrmoe.layer.routing import Layout
 from lrmoe.layer.weights import Lease
 from lrmoe.layer.wire import Arrival, return_rows, send_back, send_rows, sum_by_token
+from lrmoe.planning.cells import part_of_cells, ranges
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,10 +108,18 @@ def _forward_part(
     """Some pairs from their tokens to their experts and back; a token without any of them gets zeros."""
     clock, ledger = call.open_call.clock, call.open_call.ledger
     alpha = alpha_TK.reshape(-1)
-    columns = [alpha[pair_N].to(call.scale_dtype())] if call.lean else []
+    beside = [alpha[pair_N].to(call.scale_dtype())] if call.lean else []
     token_N = pair_N // max(call.slots, 1)
     arrival = send_rows(
-        call, layout, x_TH, token_N, columns, pack="pack", travel="dispatch", part="dispatched"
+        call,
+        layout,
+        x_TH,
+        token_N,
+        [],
+        lean_columns=beside,
+        pack="pack",
+        travel="dispatch",
+        part="dispatched",
     )
     weights = lease()
     ledger.add("weights", weights.gate_up, weights.down)

@@ -76,6 +76,7 @@ def send_rows(
     token_N: Tensor,
     columns: Sequence[Tensor],
     *,
+    lean_columns: Sequence[Tensor] = (),
     pack: str,
     travel: str,
     part: str,
@@ -85,7 +86,7 @@ def send_rows(
 
     Args:
         source_TH: (T, H) rows by token; token_N: int64 (N,), each pair's token in the order of sending.
-        columns: (N,) tensors of 4 or 8 bytes an entry that go along.
+        columns: (N,) tensors of 4 or 8 bytes an entry that go along; lean_columns: more of them on a lean wire.
         pack, travel: phases that are charged. part: memory part that is booked. buffer: scratch to pack into.
     """
     if call.comm.size == 1:
@@ -99,7 +100,8 @@ def send_rows(
         shape = (token.shape[0], source_TH.shape[1])
         send = gather_rows(source_TH, token, out=scratch.take(buffer, shape, source_TH))
     with clock.phase(travel):
-        found = send_columns(call, layout, [*columns, *([] if lean is None else [lean.row_N])], travel)
+        extra = [] if lean is None else [*lean_columns, lean.row_N]
+        found = send_columns(call, layout, [*columns, *extra], travel)
         send_R, receive_R = (
             (layout.send_R, layout.receive_R) if lean is None else (lean.send_R, lean.receive_R)
         )
@@ -110,7 +112,8 @@ def send_rows(
         return Arrival(
             layout=layout, rows=Rows(source=received, index_M=layout.row_M), columns=found, lean=None
         )
-    _book_saving(call, layout.send_R, lean.send_R, columns=4)
+    _book_saving(call, layout.send_R, lean.send_R)
+    call.open_call.record.bytes_saved_lean -= sum(call.comm.sent_bytes(c, layout.send_R) for c in extra)
     rows = Rows(source=received, index_M=_absolute(found.pop(), layout, lean))
     return Arrival(layout=layout, rows=rows, columns=found, lean=lean)
 
@@ -141,7 +144,7 @@ def return_rows(call: Call, arrival: Arrival, rows: Tensor, weight_M: Tensor | N
     assert arrival.rows.index_M is not None, "a lean wire reads rows by index"
     row_M, ends = group_entries(arrival.rows.index_M, sum(lean.receive_R))
     sums = combine(rows, row_M, ends, None if weight_M is None else weight_M[row_M])
-    _book_saving(call, layout.receive_R, lean.receive_R, columns=0)
+    _book_saving(call, layout.receive_R, lean.receive_R)
     call.open_call.sent(travel, call.comm.sent_bytes(sums, lean.receive_R))
     return call.comm.all_to_all(sums, lean.receive_R, lean.send_R)
 
@@ -175,7 +178,9 @@ def _lean_rows(call: Call, layout: Layout, token_N: Tensor, tokens: int, travel:
     rank_N = _repeat(torch.arange(ranks, device=token_N.device), layout.send_R)
     found, one_each = unique_rows(rank_N, token_N, ranks, tokens), [1] * ranks
     coming_R = comm.all_to_all(found.rows_R, one_each, one_each)
-    call.open_call.sent(travel, comm.sent_bytes(found.rows_R, one_each))
+    announced = comm.sent_bytes(found.rows_R, one_each)
+    call.open_call.sent(travel, announced)
+    call.open_call.record.bytes_saved_lean -= announced
     send_R, receive_R = torch.stack([found.rows_R, coming_R]).cpu().tolist()
     return LeanRows(token_U=found.token_U, send_R=send_R, receive_R=receive_R, row_N=found.row_N)
 
@@ -192,9 +197,9 @@ def _repeat(values_R: Tensor, counts_R: Sequence[int]) -> Tensor:
     return values_R.repeat_interleave(counts, output_size=sum(counts_R))
 
 
-def _book_saving(call: Call, pairs_R: Sequence[int], rows_R: Sequence[int], *, columns: int) -> None:
-    """What one row per pair would have sent more, less the bytes per pair that only a lean wire sends."""
+def _book_saving(call: Call, pairs_R: Sequence[int], rows_R: Sequence[int]) -> None:
+    """Rows that one row per pair would have sent more."""
     here = call.comm.rank
     pairs = sum(pairs_R) - pairs_R[here]
     rows = sum(rows_R) - rows_R[here]
-    call.open_call.record.bytes_saved_lean += (pairs - rows) * call.row_bytes - columns * pairs
+    call.open_call.record.bytes_saved_lean += (pairs - rows) * call.row_bytes

@@ -23,7 +23,9 @@ class CallRecord:
     rank chose among (those of its own experts, or with `selection="local"` its own pairs), so that adding the ranks'
     records gives the call's figures. `ms` is CPU time of the rank's own thread
     per phase (event time on CUDA), `bytes` what this rank sent to other ranks, `mem` bytes allocated per part.
-    `bytes_saved_lean` is what one row per pair would have sent more than the lean wire did.
+    `bytes_saved_lean` is what one row per pair would have sent more than the lean wire did: rows, less what only a lean
+    wire sends beside them (routing weights, row numbers, row counts). Under pruning it is that of the pairs that this
+    call moved; one row per pair may seat others, and so move others.
     `counts_RE`, int64 (R, E), pairs from each source to each expert, stays only where telemetry keeps it for a trace.
     """
 
@@ -53,6 +55,7 @@ class CallRecord:
     bytes: dict[str, int] = field(default_factory=dict)
     mem: dict[str, int] = field(default_factory=dict)
     mem_predicted: dict[str, int] = field(default_factory=dict)
+    peak_predicted: int = 0
     observed: dict[str, float] = field(default_factory=dict)
     counts_RE: IntArray | None = field(default=None, compare=False, repr=False)
 
