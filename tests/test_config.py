@@ -93,6 +93,7 @@ def test_a_value_out_of_range_is_refused_with_field_value_and_what_is_valid(
         ({"select_in": "forward", "score": "lrm"}, "select_in='forward'.*score='lrm'.*alpha"),
         ({"min_keep": 0, "estimator": "sampled"}, "min_keep=0.*sampled"),
         ({"cooldown_steps": 5}, "cooldown_steps=5.*total_steps"),
+        ({"layer_budget": "1GiB", "storage": "sharded"}, "layer_budget='1GiB'.*storage='owned'"),
         ({"cooldown_steps": 11, "total_steps": 10}, "cooldown_steps=11.*total_steps=10"),
         ({"policy": "megatron", "max_drop": 0.3}, "max_drop=0.3.*megatron"),
     ],
@@ -108,8 +109,6 @@ def test_forbidden_combinations_are_refused(values: dict[str, Any], message: str
         {"drop": "auto"},
         {"select_in": "forward", "score": "alpha"},
         {"max_added_variance": 0.1},
-        {"memory_budget": "60GiB"},
-        {"layer_budget": 10**9},
         {"check_every": 10},
     ],
 )
@@ -134,6 +133,8 @@ def test_what_this_version_cannot_do_is_refused_by_name(values: dict[str, Any]) 
         {"lean_wire": False},
         {"drop": "overload", "peak_target": 0.5},
         {"seed": 2**62},
+        {"memory_budget": "60GiB"},
+        {"memory_budget": "12.5%", "layer_budget": 10**9},
     ],
 )
 def test_the_edges_of_the_valid_range_are_accepted(values: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
     "drop": ("auto",),
     "select_in": ("forward",),
 }
-_UNSET_ONLY = ("memory_budget", "layer_budget", "max_added_variance")
+_UNSET_ONLY = ("max_added_variance",)
 _INTEGERS = {
     "replica_slots": 0,
     "min_keep": 0,
@@ -77,7 +77,9 @@ class LRMoEConfig:
         default=2,
         metadata=_doc(
             "Foreign expert copies a rank may hold during a call; their slots are shared by all layers, and weights "
-            "are fetched again in backward."
+            "are fetched again in backward. `lrmoe` fills them only where the seconds saved on the most loaded rank "
+            "exceed those of the copies' traffic: by the datasheet on known GPUs, else on a link with which the "
+            "exchange of a balanced call takes a third of its time."
         ),
     )
     max_drop: float = field(
@@ -128,10 +130,18 @@ class LRMoEConfig:
         metadata=_doc("Limit on added gradient variance over the gradient's own (sampled only)."),
     )
     memory_budget: str | int | None = field(
-        default=None, metadata=_doc("Bytes per rank for the whole model's MoE part.")
+        default=None,
+        metadata=_doc(
+            "Per rank for the whole model's MoE part: bytes, `60GiB` or `60%` of the device. Weights, gradients and "
+            "waiting activations of all layers plus the largest call. What does not fit is refused before compute."
+        ),
     )
     layer_budget: str | int | None = field(
-        default=None, metadata=_doc("Bytes per rank for one MoE layer call.")
+        default=None,
+        metadata=_doc(
+            "Per rank for one MoE layer call, its weights included: bytes, `6GiB` or `6%` of the device. Kept to by "
+            "copies, dropping with `overload`, recomputing and chunks, in this order."
+        ),
     )
     min_keep: int = field(
         default=1, metadata=_doc("Least kept pairs of an expert that has any (sampled needs at least 1).")
@@ -281,6 +291,11 @@ class LRMoEConfig:
                 "lean_wire=True: the full router gradient (estimator='topk', or router_grad='full') returns every "
                 "pair's output on its own; valid: 'auto', False"
             )
+        for name in ("memory_budget", "layer_budget"):
+            if getattr(self, name) is not None and self.storage == "sharded":
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}: needs storage='owned' (shards have no memory model); valid: None"
+                )
         self._check_cooldown()
 
     def _check_cooldown(self) -> None:

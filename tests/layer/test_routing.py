@@ -10,11 +10,11 @@ from lrmoe.layer.routing import (
     Layout,
     expert_order,
     group_entries,
-    part_of_cells,
     ranges,
     sort_pairs,
     token_entries,
 )
+from lrmoe.planning.cells import part_of_cells
 
 
 def random_ids(tokens: int, slots: int, experts: int, seed: int = 0) -> torch.Tensor:

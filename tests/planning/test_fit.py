@@ -11,18 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lrmoe.errors import InfeasibleError
-from lrmoe.planning import Execution, LayerPlan, Problem, Topology, get_policy
+from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
 from lrmoe.planning.fit import Fitted, fit
 from lrmoe.planning.problem import IntArray
 
 MODEST = settings(deadline=None, max_examples=100, derandomize=True)
-RUN = Execution(differentiable=True, stash=True, norms=False, input_gradient=True, weight_gradient=True)
-WEIGHTS, REPLICA, STASH, INPUTS, ROW = 100, 20, 4, 2, 6
+WEIGHTS, REPLICA, SAVED, ROW = 100, 20, 6, 6
 
 
-def price(plan: LayerPlan, run: Execution) -> tuple[IntArray, IntArray]:
+def price(plan: LayerPlan) -> tuple[IntArray, IntArray]:
     """A little memory model: weights, replicas, what is saved of every row, and transients of a chunk."""
-    keeps = 0 if plan.recompute or plan.forward_chunks > 1 else INPUTS + STASH * run.stash
+    keeps = 0 if plan.recompute or plan.forward_chunks > 1 else SAVED
     fixed = WEIGHTS + REPLICA * plan.replicas_R + keeps * plan.forward_load_R
     forward = fixed + ROW * -(-plan.forward_load_R // plan.forward_chunks)
     return forward, fixed + 2 * ROW * -(-plan.backward_load_R // plan.backward_chunks)
@@ -37,18 +36,17 @@ def ask(loads: list[int], **kwargs: object) -> Problem:
 
 
 def fitted(problem: Problem, budget: int | None, policy: str = "lrmoe", **kwargs: object) -> Fitted:
-    options = {"execution": RUN, "adapts": policy == "lrmoe", **kwargs}
+    options = {"adapts": policy == "lrmoe", **kwargs}
     found = fit(problem, get_policy(policy), price, budget, **options)  # type: ignore[arg-type]
     found.plan.check(problem)
-    forward_R, backward_R = price(found.plan, found.execution)
+    forward_R, backward_R = price(found.plan)
     assert (forward_R.tolist(), backward_R.tolist()) == (found.forward_R.tolist(), found.backward_R.tolist())
     return found
 
 
-def means(one: Fitted) -> tuple[bool, bool, int, int]:
-    """What is not saved, and the chunks."""
-    plan = one.plan
-    return not one.execution.stash, plan.recompute, plan.forward_chunks, plan.backward_chunks
+def means(one: Fitted) -> tuple[bool, int, int]:
+    """Whether nothing is saved, and the chunks."""
+    return one.plan.recompute, one.plan.forward_chunks, one.plan.backward_chunks
 
 
 def test_without_a_budget_or_where_it_fits_the_plan_is_the_policys_own() -> None:
@@ -58,7 +56,7 @@ def test_without_a_budget_or_where_it_fits_the_plan_is_the_policys_own() -> None
     for budget in (None, need):
         one = fitted(problem, budget)
         assert one.plan.fingerprint() == own.fingerprint()
-        assert means(one) == (False, False, 1, 1)
+        assert means(one) == (False, 1, 1)
 
 
 def test_replicas_are_placed_where_they_lower_the_bytes_and_not_where_they_cost_more() -> None:
@@ -68,7 +66,7 @@ def test_replicas_are_placed_where_they_lower_the_bytes_and_not_where_they_cost_
     assert own.plan.replicas_R.any()
     tight = fitted(level, own.need - 1)
     assert not tight.plan.replicas_R.any()
-    assert means(tight) == (False, False, 1, 1)
+    assert means(tight) == (False, 1, 1)
 
 
 def test_backward_drops_only_the_deficiency() -> None:
@@ -77,7 +75,7 @@ def test_backward_drops_only_the_deficiency() -> None:
     one = fitted(problem, 100 + 6 * 40 + 12 * 33)
     assert one.plan.backward_load_R.tolist() == [33, 20, 30]
     assert one.plan.reason == "budget"
-    assert means(one) == (False, False, 1, 1)
+    assert means(one) == (False, 1, 1)
 
 
 def test_one_rank_drops_for_its_budget_too() -> None:
@@ -88,16 +86,16 @@ def test_one_rank_drops_for_its_budget_too() -> None:
 
 def test_what_may_not_be_dropped_is_recomputed_first_and_then_chunked() -> None:
     problem = ask([40, 20, 30])
-    assert means(fitted(problem, 100 + 2 * 40 + 12 * 40)) == (True, False, 1, 1)
-    assert means(fitted(problem, 100 + 12 * 40)) == (True, True, 1, 1)
-    assert means(fitted(problem, 100 + 12 * 40 - 1)) == (True, True, 1, 2)
-    assert means(fitted(problem, 100 + 12 * 10)) == (True, True, 2, 4)
+    assert means(fitted(problem, 100 + 6 * 40 + 12 * 40 - 1)) == (True, 1, 1)
+    assert means(fitted(problem, 100 + 12 * 40)) == (True, 1, 1)
+    assert means(fitted(problem, 100 + 12 * 40 - 1)) == (True, 1, 2)
+    assert means(fitted(problem, 100 + 12 * 10)) == (True, 2, 4)
 
 
 def test_a_chunked_forward_still_has_its_backward_dropped_to_fit() -> None:
     problem = ask([40, 20, 30], max_drop=0.5, drop="overload", peak_target=9.0)
     one = fitted(problem, 100 + 12 * 18)
-    assert means(one) == (True, True, 2, 1)
+    assert means(one) == (True, 2, 1)
     assert one.plan.backward_load_R.tolist() == [18, 18, 18]
 
 
@@ -105,14 +103,14 @@ def test_saving_is_as_the_user_asked() -> None:
     problem = ask([40, 20, 30])
     assert means(fitted(problem, 10**6, activations="recompute"))[0]
     stashed = fitted(problem, 100 + 6 * 40 + 12 * 20, activations="stash")
-    assert means(stashed) == (False, False, 1, 2)
+    assert means(stashed) == (False, 1, 2)
 
 
 def test_other_systems_keep_their_plan_and_may_chunk_it() -> None:
     problem = ask([40, 20, 30], slots=1)
     own = get_policy("megatron")(problem)
     one = fitted(problem, 100 + 12 * 10, "megatron")
-    assert means(one) == (True, True, 2, 4)
+    assert means(one) == (True, 2, 4)
     plain = replace(one.plan, recompute=False, forward_chunks=1, backward_chunks=1)
     assert plain.fingerprint() == own.fingerprint()
 

@@ -63,6 +63,11 @@ class HeaderTable:
     def __init__(self, table_RW: IntArray) -> None:
         self._columns = {name: table_RW[:, i] for i, name in enumerate(_COLUMNS)}
 
+    @property
+    def tokens_R(self) -> IntArray:
+        """Tokens of every rank, int64 (R,)."""
+        return np.ascontiguousarray(self._columns["tokens"])
+
     def raise_on_trouble(self, rank: int, layer: int) -> None:
         """Raise the same RankError on every rank where one reported a fault or the ranks disagree."""
         faults = self._columns["fault"]

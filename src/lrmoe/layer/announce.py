@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import zlib
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,11 +18,14 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm, Header, HeaderTable
 from lrmoe.distributed.header import Fault
 from lrmoe.errors import InputError, PlanError, RankError
+from lrmoe.layer.budget import CallBudget, budget_limits
 from lrmoe.layer.controller import Controller, Moment
+from lrmoe.layer.experts import BLOCK_ROWS
 from lrmoe.layer.inputs import Inputs
 from lrmoe.layer.past import PastCalls
 from lrmoe.layer.routing import sort_pairs
-from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
+from lrmoe.planning import ExpertShape, LayerPlan, Problem, Topology, get_policy
+from lrmoe.planning.call_memory import CallSizes
 from lrmoe.planning.policies import Policy
 from lrmoe.planning.problem import FloatArray, History, IntArray
 from lrmoe.planning.rates import Sizes, agreed, copy_price, device_code
@@ -40,6 +44,7 @@ class Planned:
 
     plan: LayerPlan
     seats: Seats
+    budget: CallBudget
     moment: Moment | None
     open_call: OpenCall
 
@@ -80,35 +85,48 @@ class Announcer:
         }
 
     def plan(
-        self, inputs: Inputs, moment: Moment | None, gradients: int, compute_dtype: torch.dtype
+        self,
+        inputs: Inputs,
+        moment: Moment | None,
+        gradients: int,
+        compute_dtype: torch.dtype,
+        weight_bytes: int,
     ) -> tuple[Planned, Tensor]:
         """Count this rank's pairs, tell all ranks, plan.
+
+        Args:
+            weight_bytes: element size of the parameters.
 
         Returns:
             the plan with its record; int64 (T*K,) flat pair ids sorted by expert.
 
         Raises:
             RankError: a rank reported a fault, or the ranks disagree.
+            InfeasibleError: the call cannot fit its budget. Raised on every rank.
         """
         clock = PhaseClock(inputs.x_TH.device)
         with clock.phase("plan"):
             met = self._meet(inputs.x_TH.device)
             order, counts_E = sort_pairs(inputs.ids_TK, self._topology.experts)
             header = self._header(inputs, moment, gradients, compute_dtype)
-            counts_RE, score_mean_E = self._gather(header, counts_E)
+            counts_RE, score_mean_E, tokens_R = self._gather(header, counts_E)
             prune = moment is not None and moment.prune and gradients > 0
             drop = self._config.max_drop if prune else 0.0
             self._controller.prices = self._prices(moment, gradients, compute_dtype, drop)
-            plan = self._make_plan(counts_RE, drop, score_mean_E)
+            budget = self._budget(inputs, moment, gradients, compute_dtype, weight_bytes, tokens_R)
+            plan = self._make_plan(counts_RE, drop, score_mean_E, budget)
             if moment is not None:
                 self._past.add(plan)
         open_call = OpenCall(record=self._record(plan, moment, inputs), clock=clock)
         ints = met + Header.WIDTH + self._topology.experts + self._topology.experts_per_rank
         open_call.sent("plan", (self._comm.size - 1) * ints * 8)
         seats = seats_of(plan, homes=self._homes)
-        return Planned(plan=plan, seats=seats, moment=moment, open_call=open_call), order
+        planned = Planned(plan=plan, seats=seats, budget=budget, moment=moment, open_call=open_call)
+        return planned, order
 
-    def _make_plan(self, counts_RE: IntArray, max_drop: float, score_mean_E: FloatArray | None) -> LayerPlan:
+    def _make_plan(
+        self, counts_RE: IntArray, max_drop: float, score_mean_E: FloatArray | None, budget: CallBudget
+    ) -> LayerPlan:
         history = self._past.history()
         problem = make_problem(
             self._config,
@@ -119,13 +137,59 @@ class Announcer:
             prices=self._controller.prices,
             history=history,
         )
-        plan = self._policy(problem)
+        plan = budget.plan(problem, self._policy, adapts=self._policy is get_policy("lrmoe"))
         if plan.overflow_RE is not None and plan.overflow_RE.any():
             raise PlanError(
                 f"policy={self._config.policy!r} leaves {int(plan.overflow_RE.sum())} pairs out of the forward "
                 "(capacity drop): the runtime computes every pair; valid: a policy without a capacity factor"
             )
         return plan
+
+    def _budget(
+        self,
+        inputs: Inputs,
+        moment: Moment | None,
+        gradients: int,
+        dtype: torch.dtype,
+        weight_bytes: int,
+        tokens_R: IntArray,
+    ) -> CallBudget:
+        """The call's memory, with this layer's limits. What a checkpoint will ask for is taken to be everything."""
+        config, device = self._config, inputs.x_TH.device
+        unknown = gradients == _UNDER_NO_GRAD
+        wanted = (15 if moment is not None else 0) if unknown else gradients
+        shape = ExpertShape(hidden=self._hidden, width=self._width, element_bytes=dtype.itemsize)
+
+        @cache
+        def sizes(exact: bool) -> CallSizes:
+            scored = wanted > 0 and (not exact or (config.observe and moment is not None))
+            outputs = wanted > 0 and config.full_router_grad and not exact
+            return CallSizes(
+                shape=shape,
+                tokens_R=tokens_R,
+                slots=inputs.ids_TK.shape[1],
+                input_bytes=inputs.x_TH.element_size(),
+                alpha_bytes=inputs.alpha_TK.element_size(),
+                weight_bytes=weight_bytes,
+                lean=self._comm.size > 1 and config.lean and not outputs,
+                keeps_outputs=outputs,
+                norms=scored and config.needs_phi,
+                scored=scored,
+                differentiable=wanted > 0,
+                needs=(wanted & 1 > 0, wanted & 2 > 0, wanted & 4 > 0, wanted & 8 > 0),
+                block_rows=BLOCK_ROWS if device.type == "cpu" else None,
+            )
+
+        layer, model = budget_limits(config, device)
+        return CallBudget(
+            config=config,
+            layer=self._controller.layer,
+            sizes=sizes,
+            limit=layer,
+            model_limit=model,
+            waiting=self._controller.clock.waiting,
+            checkpointed=unknown,
+        )
 
     def _prices(
         self, moment: Moment | None, gradients: int, dtype: torch.dtype, max_drop: float
@@ -194,13 +258,14 @@ class Announcer:
         means = self._controller.score_mean_L.to(counts_E.device).view(torch.int64)
         return torch.cat([head, counts_E, means])
 
-    def _gather(self, header: Header, counts_E: Tensor) -> tuple[IntArray, FloatArray]:
-        """All ranks' counts (R, E) and all experts' score means (E,): the one host read of the forward."""
+    def _gather(self, header: Header, counts_E: Tensor) -> tuple[IntArray, FloatArray, IntArray]:
+        """All ranks' counts (R, E), score means (E,), ranks' tokens (R,): the forward's one host read."""
         table = self._comm.all_gather_ints(self._message(header, counts_E)).cpu().numpy()
-        HeaderTable(table[:, : Header.WIDTH]).raise_on_trouble(self._comm.rank, self._controller.layer)
+        headers = HeaderTable(table[:, : Header.WIDTH])
+        headers.raise_on_trouble(self._comm.rank, self._controller.layer)
         split = Header.WIDTH + self._topology.experts
         means = np.ascontiguousarray(table[:, split:]).view(np.float64).reshape(-1)
-        return np.ascontiguousarray(table[:, Header.WIDTH : split]), means
+        return np.ascontiguousarray(table[:, Header.WIDTH : split]), means, headers.tokens_R
 
     def _record(self, plan: LayerPlan, moment: Moment | None, inputs: Inputs) -> CallRecord:
         reason = plan.reason if moment is None or moment.prune else moment.reason

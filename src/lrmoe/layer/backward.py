@@ -99,6 +99,9 @@ def walk_backward(
     weight_N = select_pairs(call, g_TH, alpha_N, order_N, walked.phi_norm_N) if call.scored else None
     with clock.phase("reroute"):
         route = reroute(call, walked.place_N, weight_N, g_TH.device)
+        call.plan = call.budget.refit(call.plan, route.kept_RQ)
+        if call.budget.binds:
+            call.open_call.record.peak_predicted = call.budget.peak(call.plan, call.comm.rank)
     scale_N = alpha_N.to(call.scale_dtype())
     weights, parts = lease(), call.plan.backward_chunks
     add = parts > 1 or (route.carried and not route.all_carried)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm
+from lrmoe.layer.budget import CallBudget
 from lrmoe.layer.controller import Controller, Moment
 from lrmoe.layer.weights import Storage
 from lrmoe.planning import LayerPlan
@@ -32,6 +33,7 @@ class Call:
     storage: Storage
     plan: LayerPlan
     seats: Seats
+    budget: CallBudget
     moment: Moment | None
     open_call: OpenCall
     activation: str

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError
+from lrmoe.layer.budget import Waiting
 from lrmoe.layer.randomness import Key
 
 _PATIENCE = 64  # training calls of one layer in what should be one optimizer step
@@ -29,11 +30,13 @@ class StepClock:
         self.expected = False
         self._warned: set[str] = set()
         self._layers: list[Any] = []
+        self.waiting = Waiting()
 
     def advance(self) -> None:
         """One optimizer step is done: forget what only an unfinished step may need."""
         self.step += 1
         self.expected = True
+        self.waiting.clear()
         for layer in self._layers:
             layer.release()
 

@@ -27,7 +27,7 @@ from lrmoe.ops import (
     row_norms,
 )
 
-_BLOCK_ROWS = 1024  # rows per block on CPU: intermediates of common widths stay in the last-level cache
+BLOCK_ROWS = 1024  # rows per block on CPU: intermediates of common widths stay in the last-level cache
 _FP16_SCALE_FLOOR = 2.0**-10
 
 scratch = Workspace()
@@ -137,11 +137,11 @@ class Rows:
 
 
 def blocks(counts: Sequence[int], homes: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Cut seats into runs of at least _BLOCK_ROWS rows (all at once on CUDA): (seats, rows) of each run.
+    """Cut seats into runs of at least BLOCK_ROWS rows (all at once on CUDA): (seats, rows) of each run.
 
     No run holds home and foreign seats, whose weights lie in different buffers.
     """
-    limit = _BLOCK_ROWS if device.type == "cpu" else sum(counts) + 1
+    limit = BLOCK_ROWS if device.type == "cpu" else sum(counts) + 1
     first = begin = end = 0
     for seat, count in enumerate(counts):
         end += count

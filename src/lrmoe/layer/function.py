@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from lrmoe.layer.backward import Wanted, walk_backward
 from lrmoe.layer.call import Call
+from lrmoe.layer.experts import scratch
 from lrmoe.layer.forward import Walked, walk_forward
 
 
@@ -24,6 +25,7 @@ class MoEFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, order_N: Tensor, x_TH: Tensor, alpha_TK: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
+        call.budget.begin(call.plan)
         with torch.autocast(x_TH.device.type, enabled=False):
             walked = run_forward(call, order_N, x_TH, alpha_TK, gate_up, down)
         ctx.call = call
@@ -43,7 +45,10 @@ class MoEFunction(torch.autograd.Function):
         _, _, *needed = ctx.needs_input_grad
         wanted = Wanted(x=needed[0], alpha=needed[1], gate_up=needed[2], down=needed[3])
         call.open_call.ledger.seal()
-        with torch.autocast(grad_TH.device.type, enabled=False):
+        with (
+            torch.autocast(grad_TH.device.type, enabled=False),
+            scratch.fresh(call.budget.binds),
+        ):
             grads = walk_backward(
                 call,
                 Walked(out_TH=grad_TH, place_N=place, x=x, index_M=index, h_M2I=h, phi_norm_N=norm, y_NH=y),
@@ -55,6 +60,7 @@ class MoEFunction(torch.autograd.Function):
                 down,
                 wanted,
             )
+        call.budget.end()
         if call.moment is not None and not call.open_call.repeated:
             call.open_call.finished = True
             call.telemetry.add(call.open_call)
@@ -73,4 +79,5 @@ def run_forward(
     call: Call, order_N: Tensor, x_TH: Tensor, alpha_TK: Tensor, gate_up: Tensor, down: Tensor
 ) -> Walked:
     """Forward without a graph; the caller turns gradients and autocast off."""
-    return walk_forward(call, call.cast(x_TH), alpha_TK, order_N, gate_up, down)
+    with scratch.fresh(call.budget.binds):
+        return walk_forward(call, call.cast(x_TH), alpha_TK, order_N, gate_up, down)

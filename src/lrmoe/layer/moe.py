@@ -107,6 +107,7 @@ class MoELayer:
         )
         self._last: OpenCall | None = None
         self.clock.watch(self)
+        self.clock.waiting.parameters[layer] = local * 3 * hidden_size * intermediate_size
 
     @property
     def last_record(self) -> CallRecord | None:
@@ -163,7 +164,11 @@ class MoELayer:
         else:
             moment = self.controller.next_moment() if training else None
             planned, order = self._announcer.plan(
-                inputs, moment, gradient_bits(inputs, gate_up_proj, down_proj), _compute_dtype(gate_up_proj)
+                inputs,
+                moment,
+                gradient_bits(inputs, gate_up_proj, down_proj),
+                _compute_dtype(gate_up_proj),
+                gate_up_proj.element_size(),
             )
             if training and may_recompute():
                 self._replay.put(token, FirstForward(ids_TK=self._stored(inputs.ids_TK), planned=planned))
@@ -205,6 +210,7 @@ class MoELayer:
             storage=self.storage,
             plan=planned.plan,
             seats=planned.seats,
+            budget=planned.budget,
             moment=planned.moment,
             open_call=planned.open_call,
             activation=self.activation,
@@ -222,6 +228,8 @@ class MoELayer:
         if planned.moment is not None:
             self._last = planned.open_call
             planned.open_call.record.mem_predicted = self._predict(call, inputs, gate_up)
+        if planned.budget.binds:
+            planned.open_call.record.peak_predicted = planned.budget.peak(planned.plan, self.comm.rank)
         order_N = order[: int(planned.plan.counts_RE[self.comm.rank].sum())]
         if call.differentiable:
             return MoEFunction.apply(call, order_N, *tensors)

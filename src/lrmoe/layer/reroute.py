@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.layer.call import Call
-from lrmoe.layer.routing import part_of_cells, ranges
+from lrmoe.planning.cells import part_of_cells, ranges, stands
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.transfers import transfers
 
@@ -32,6 +32,7 @@ class Route:
         cells_RV: int64 (R, V), pairs of every source at every stand.
         starts_R: int64 (R + 1,), first stand of every rank.
         carried: whether any pair, and `all_carried` whether every pair, carries its input.
+        kept_RQ: int64 (R, Q), kept pairs of every source at its forward seats.
     """
 
     source_P: Tensor | None
@@ -40,6 +41,7 @@ class Route:
     starts_R: IntArray
     carried: bool
     all_carried: bool
+    kept_RQ: IntArray
 
     def part(
         self, rank: int, number: int, parts: int, device: torch.device
@@ -84,10 +86,11 @@ def reroute(call: Call, place_N: Tensor | None, weight_N: Tensor | None, device:
     return Route(
         source_P=sent_P if place_N is None else place_N[sent_P],
         position_P=None if again else _positions(call, sent_P),
-        cells_RV=_stands(seats.starts_R, stay_RQ, carry_RQ),
+        cells_RV=stands(seats.starts_R, stay_RQ, carry_RQ),
         starts_R=2 * seats.starts_R,
         carried=bool(carry_RQ.any()),
         all_carried=again,
+        kept_RQ=kept_RQ,
     )
 
 
@@ -101,19 +104,12 @@ def _as_forward(call: Call, place_N: Tensor | None, again: bool, device: torch.d
     return Route(
         source_P=place_N,
         position_P=position_P,
-        cells_RV=_stands(call.seats.starts_R, *cells),
+        cells_RV=stands(call.seats.starts_R, *cells),
         starts_R=2 * call.seats.starts_R,
         carried=again,
         all_carried=again,
+        kept_RQ=assign_RQ,
     )
-
-
-def _stands(starts_R: IntArray, stay_RQ: IntArray, carry_RQ: IntArray) -> IntArray:
-    """Columns of both tables rank by rank: a rank's seats for pairs that stay, then for those that carry, (R, V)."""
-    begin, size = starts_R[:-1], np.diff(starts_R)
-    seats = stay_RQ.shape[1]
-    begins = np.stack((begin, begin + seats), axis=1).reshape(-1)
-    return np.concatenate((stay_RQ, carry_RQ), axis=1)[:, ranges(begins, np.repeat(size, 2))]
 
 
 def _kept_table(call: Call, kept_N: Tensor) -> IntArray:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.planning.cells import ranges
 from lrmoe.planning.problem import IntArray
 
 
@@ -124,26 +125,3 @@ def expert_order(mine_RS: IntArray) -> IntArray:
     flat = mine_RS.reshape(-1)
     starts_RS = (np.cumsum(flat) - flat).reshape(mine_RS.shape)
     return ranges(starts_RS.T.reshape(-1), mine_RS.T.reshape(-1))
-
-
-def ranges(begins: IntArray, lengths: IntArray) -> IntArray:
-    """The integers of consecutive ranges [begin, begin + length), one range after the other, int64."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if ends.size else 0
-    return np.repeat(begins - (ends - lengths), lengths) + np.arange(total, dtype=np.int64)
-
-
-def part_of_cells(cells_RQ: IntArray, starts_R: IntArray, part: int, parts: int) -> IntArray:
-    """Pairs of one part where every rank's received rows are dealt out to `parts` parts, int64 (R, Q).
-
-    Row p of a rank, counted in (seat, source) order, belongs to part p mod parts: the parts of a rank differ by one row
-    at most, and so do those of every cell.
-    """
-    flat = np.ascontiguousarray(cells_RQ.T).reshape(-1)
-    before = np.cumsum(flat) - flat
-    ranks = cells_RQ.shape[0]
-    first = np.concatenate((before, [int(flat.sum())]))[starts_R[:-1] * ranks]
-    before = before - np.repeat(first, np.diff(starts_R) * ranks)
-    shift = parts - 1 - part
-    found = (before + flat + shift) // parts - (before + shift) // parts
-    return np.ascontiguousarray(found.reshape(cells_RQ.T.shape).T)

@@ -41,7 +41,7 @@ class CallSizes:
         input_bytes, alpha_bytes, weight_bytes: element sizes of the layer's input, routing weights and parameters.
         lean: one row per (token, rank). keeps_outputs: expert outputs stay for the routing weights' gradient.
         norms: projection-input norms travel home. scored: backward scores pairs.
-        differentiable: a backward follows. needs_x, needs_alpha, needs_gate_up, needs_down: gradients asked for.
+        differentiable: a backward follows. needs: gradients asked for, of x, alpha, gate_up, down.
         block_rows: rows that experts compute at once, at least; None: all of them.
     """
 
@@ -56,11 +56,28 @@ class CallSizes:
     norms: bool
     scored: bool
     differentiable: bool
-    needs_x: bool
-    needs_alpha: bool
-    needs_gate_up: bool
-    needs_down: bool
+    needs: tuple[bool, bool, bool, bool]
     block_rows: int | None
+
+    @property
+    def needs_x(self) -> bool:
+        """Whether the input needs a gradient."""
+        return self.needs[0]
+
+    @property
+    def needs_alpha(self) -> bool:
+        """Whether the routing weights need a gradient."""
+        return self.needs[1]
+
+    @property
+    def needs_gate_up(self) -> bool:
+        """Whether the first projection needs a gradient."""
+        return self.needs[2]
+
+    @property
+    def needs_down(self) -> bool:
+        """Whether the second projection needs a gradient."""
+        return self.needs[3]
 
     @property
     def sum_bytes(self) -> int:
@@ -169,7 +186,11 @@ class CallWalk:
             self._backward(moments, plan, self.kept_RQ if kept_RQ is None else kept_RQ, saved)
         backward_R, backward = moments.peaks(self.ranks)
         return CallMemory(
-            forward_R=forward_R, backward_R=backward_R, kept_R=kept_R, forward=forward, backward=backward
+            forward_R=_with_slack(forward_R),
+            backward_R=_with_slack(backward_R),
+            kept_R=kept_R,
+            forward=forward,
+            backward=backward,
         )
 
     # Forward.
@@ -512,6 +533,11 @@ class CallWalk:
             moments.brief("scratch", block * wide + more + _INDEX * block)
         moments.free(starts)
         return out
+
+
+def _with_slack(size_R: IntArray) -> IntArray:
+    """Single numbers and small tables are not walked through: 1/256 and 2 KiB more."""
+    return size_R + (size_R >> 8) + 2048
 
 
 def _joined(moments: Moments, first: Held | None, second: Held) -> Held:

@@ -1,6 +1,6 @@
 """A plan and the way to run it that fit a byte budget on every rank, by the rungs of the budget ladder.
 
-    0 it fits                         3 activations are not saved, then not even the experts' input rows
+    0 it fits                         3 rows and activations are not saved
     1 replicas, where they save       4 each rank's rows in chunks, forward and backward apart
     2 backward drops the deficiency   5 InfeasibleError, with the numbers
 
@@ -18,16 +18,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lrmoe.errors import InfeasibleError
-from lrmoe.planning.memory import Execution
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import IntArray, Problem
 
 Policy = Callable[[Problem], LayerPlan]
-Predict = Callable[[LayerPlan, Execution], tuple[IntArray, IntArray]]  # bytes (R,) of forward and of backward
+Predict = Callable[[LayerPlan], tuple[IntArray, IntArray]]  # bytes (R,) of forward and of backward
 
-# What stays from forward to backward, most first: (first projection and inputs, inputs, neither).
-_SAVED = ((True, False), (False, False), (False, True))  # (stash, plan.recompute)
-SAVES = {"auto": _SAVED, "stash": _SAVED[:1], "recompute": _SAVED[1:]}
+# Whether rows and activations are dropped after forward and made again, in the order tried.
+RECOMPUTES = {"auto": (False, True), "stash": (False,), "recompute": (True,)}
 _ANY_CHUNKS = 2**40  # the policy's own ladder must not refuse: this module chunks
 _MICRO_STEPS = 1000  # shares of a micro-batch that are told apart in the error
 
@@ -37,7 +35,6 @@ class Fitted:
     """What to run, how, and the bytes it was predicted to need at the largest moment of each pass, int64 (R,)."""
 
     plan: LayerPlan
-    execution: Execution
     forward_R: IntArray
     backward_R: IntArray
 
@@ -63,7 +60,6 @@ def fit(
     predict: Predict,
     budget: int | None,
     *,
-    execution: Execution,
     activations: str = "auto",
     adapts: bool = False,
     name: str = "layer_budget",
@@ -74,9 +70,8 @@ def fit(
         problem: counts and limits; `replica_rows` is what a replica counts in rows where places are weighed,
             `max_chunks` the most chunks of a pass. Its `budget_rows` must be None.
         policy: what plans; asked again with fewer slots or pairs only where it `adapts`.
-        predict: bytes per rank of a plan run in a way, at the largest moment of forward and of backward.
+        predict: bytes per rank of a plan, at the largest moment of forward and of backward.
         budget: bytes per rank, or None for no limit: the policy's plan as it is.
-        execution: how the call runs; `stash` is chosen here.
         activations: "auto", "stash" (never recompute) or "recompute" (never stash).
         name: what the budget is called in the error.
 
@@ -89,8 +84,7 @@ def fit(
         policy=policy,
         predict=predict,
         budget=budget,
-        execution=execution,
-        saves=SAVES[activations],
+        recomputes=RECOMPUTES[activations],
         adapts=adapts,
     )
     first = ladder.price(policy(problem), 0)
@@ -106,14 +100,34 @@ def fit(
     return found
 
 
+def fit_backward(plan: LayerPlan, predict: Predict, budget: int, *, name: str = "layer_budget") -> int:
+    """Fewest chunks, at least the plan's, with which its backward fits now that more is known of it.
+
+    Raises:
+        InfeasibleError: no number of chunks fits.
+    """
+    rows = max(int(plan.backward_load_R.max()), 1)
+    chunks = plan.backward_chunks
+    while True:
+        _, backward_R = predict(replace(plan, backward_chunks=chunks))
+        need = int(backward_R.max())
+        if need <= budget:
+            return chunks
+        if chunks >= rows:
+            raise InfeasibleError(
+                f"{name}: rank {int(np.argmax(backward_R))} needs {need} bytes in {chunks} chunks of its backward and "
+                f"{budget} are available"
+            )
+        chunks = min(chunks + max(chunks // 4, 1), rows)
+
+
 @dataclass(kw_only=True, eq=False)
 class _Ladder:
     problem: Problem
     policy: Policy
     predict: Predict
     budget: int | None
-    execution: Execution
-    saves: tuple[tuple[bool, bool], ...]
+    recomputes: tuple[bool, ...]
     adapts: bool
     priced: bool = False
     variants: list[LayerPlan] = field(default_factory=list)
@@ -129,18 +143,19 @@ class _Ladder:
 
     def price(self, plan: LayerPlan, saved: int, forward_chunks: int = 1, backward_chunks: int = 1) -> Fitted:
         """A plan run with what the level `saved` keeps, in chunks."""
-        stash, recompute = self.saves[saved]
         plan = replace(
-            plan, recompute=recompute, forward_chunks=forward_chunks, backward_chunks=backward_chunks
+            plan,
+            recompute=self.recomputes[saved],
+            forward_chunks=forward_chunks,
+            backward_chunks=backward_chunks,
         )
-        execution = replace(self.execution, stash=stash)
-        forward_R, backward_R = self.predict(plan, execution)
-        return Fitted(plan=plan, execution=execution, forward_R=forward_R, backward_R=backward_R)
+        forward_R, backward_R = self.predict(plan)
+        return Fitted(plan=plan, forward_R=forward_R, backward_R=backward_R)
 
     def climb(self) -> Fitted | None:
         """The lowest rung that fits, searched where bytes fall with the means used; None where no search found one."""
-        last = len(self.saves) - 1
-        for saved in range(len(self.saves)):
+        last = len(self.recomputes) - 1
+        for saved in range(len(self.recomputes)):
             whole = sorted((self.price(plan, saved) for plan in self.variants), key=lambda one: one.need)
             for one in whole:
                 if one.need <= self.limit:
@@ -240,7 +255,7 @@ class _Ladder:
         most = replace(self.problem, drop="always") if self._may_drop else self.problem
         plans = _variants(replace(self, problem=most), self.policy(most)) if self._may_drop else self.variants
         for plan in plans:
-            for saved in range(len(self.saves)):
+            for saved in range(len(self.recomputes)):
                 forward = [self.price(plan, saved, c) for c in chunks]
                 # Forward in one piece may keep what forward in chunks does not.
                 for few in sorted({1, 1 + int(np.argmin([one.forward for one in forward]))}):
@@ -295,19 +310,14 @@ def _explain(ladder: _Ladder, first: Fitted, smallest: int, least: Fitted) -> st
     fits = _micro_batch(ladder, least)
     share = 100 * fits / max(problem.pairs, 1)
     plan = least.plan
+    saved = "recomputed" if plan.recompute else "saved"
     return (
         f"rank {rank} needs {asked} bytes as planned and {int(need_R[rank])} with every means "
         f"({int(plan.replicas_R.sum())} replicas, {plan.forward_chunks} chunks in forward, {plan.backward_chunks} in "
-        f"backward, {_kept_words(least)}); {budget} are available. Backward may leave out {problem.drop_cap} of "
+        f"backward, activations {saved}); {budget} are available. Backward may leave out {problem.drop_cap} of "
         f"{problem.pairs} pairs, forward none. The smallest budget is {smallest} bytes a rank; with {budget}, the "
         f"largest micro-batch has about {fits} pairs ({share:.1f} % of this one)"
     )
-
-
-def _kept_words(one: Fitted) -> str:
-    if one.plan.recompute:
-        return "nothing saved"
-    return "activations saved" if one.execution.stash else "experts' inputs saved"
 
 
 def _micro_batch(ladder: _Ladder, least: Fitted) -> int:
@@ -324,7 +334,7 @@ def _micro_batch(ladder: _Ladder, least: Fitted) -> int:
             backward_chunks=least.plan.backward_chunks,
             recompute=least.plan.recompute,
         )
-        forward_R, backward_R = ladder.predict(plan, least.execution)
+        forward_R, backward_R = ladder.predict(plan)
         if max(int(forward_R.max()), int(backward_R.max())) <= ladder.limit:
             low, fits = middle, plan.pairs
         else:

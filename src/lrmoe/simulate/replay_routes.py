@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lrmoe.layer.routing import expert_order, ranges, sort_pairs
+from lrmoe.layer.routing import expert_order, sort_pairs
 from lrmoe.ops import gather_rows
+from lrmoe.planning.cells import ranges
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.seats import Seats
 from lrmoe.planning.transfers import Transfers, transfers
