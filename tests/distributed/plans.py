@@ -10,12 +10,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lrmoe.planning import LayerPlan, Problem
+from lrmoe.planning import LayerPlan, Problem, get_policy
 from lrmoe.planning.problem import IntArray
 
 Holds = np.ndarray  # bool (E, R): which rank holds which expert
 LAYOUTS = ("few", "many", "home and more", "everywhere", "one rank", "moved", "shifted", "home")
 WAYS_BACK = ("home", "any", "away", "one")
+
+
+def free_copies(problem: Problem) -> LayerPlan:
+    """What `lrmoe` plans where copies cost nothing: in calls as small as those of tests they never pay."""
+    return get_policy("lrmoe")(dataclasses.replace(problem, copy_rows=0.0))
 
 
 @dataclasses.dataclass(kw_only=True)

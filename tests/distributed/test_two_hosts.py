@@ -74,16 +74,33 @@ def tensors(folder: Path, name: str) -> dict[str, str]:
     return {entry.name: entry.sha256 for entry in manifest.files if entry.keys}
 
 
+POLICY = """
+from dataclasses import replace
+from lrmoe.planning.policies import INFO, get_policy
+
+def plan(problem):
+    return get_policy("lrmoe")(replace(problem, copy_rows=0.0))  # replicas would not pay at this size
+
+INFO = replace(INFO["lrmoe"], drops=True)
+"""
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_two_hosts_train_like_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    (tmp_path / "policy.py").write_text(POLICY)
     config = tiny_config(
         tmp_path,
         model={"overrides": {**SHAPE, "hidden_size": 64, "num_experts": 8}},
         data={"seq_len": 64},
         train={"steps": STEPS, "checkpoint_every": STEPS, "trace": False},
-        lrmoe={"max_drop": 0.4, "warmup_steps": WARMUP, "replica_slots": 2},
+        lrmoe={
+            "policy": f"{tmp_path / 'policy.py'}:plan",
+            "max_drop": 0.4,
+            "warmup_steps": WARMUP,
+            "replica_slots": 2,
+        },
     )
     config.write(tmp_path / "run.toml")
 
