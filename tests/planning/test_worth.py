@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lrmoe.errors import PlanError
-from lrmoe.planning import Execution, LayerPlan, Problem, Topology, get_policy
+from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
 from lrmoe.planning.copies import fetch_messages
 from lrmoe.planning.fit import fit
 from lrmoe.planning.placement import place, placed, unmatched
@@ -23,7 +23,6 @@ from lrmoe.planning.worth import Scale, family, worthwhile
 from lrmoe.simulate.generators import generate
 from tests.planning.oracles import problems
 
-RUN = Execution(differentiable=True, stash=True, norms=False, input_gradient=True, weight_gradient=True)
 MODEST = settings(deadline=None, max_examples=200, derandomize=True)
 
 
@@ -151,13 +150,13 @@ def test_a_budget_comes_before_the_price() -> None:
 def test_a_byte_budget_comes_before_the_price() -> None:
     problem = make(skewed(512), slots=2, copy_rows=1e6, replica_rows=10)
 
-    def predict(found: LayerPlan, _: Execution) -> tuple[IntArray, IntArray]:
+    def predict(found: LayerPlan) -> tuple[IntArray, IntArray]:
         need = -(-found.forward_load_R // found.forward_chunks) + 10 * found.replicas_R
         return need, need
 
     policy, home = get_policy("lrmoe"), int(problem.counts_E.reshape(8, -1).sum(axis=1).max())
     for budget, replicas in ((home, False), (home - 1, True), (home * 2 // 3, True)):
-        found = fit(problem, policy, predict, budget, execution=RUN, adapts=True)
+        found = fit(problem, policy, predict, budget, adapts=True)
         assert found.need <= budget
         assert found.plan.replicas_R.any() == replicas
         assert found.plan.forward_chunks == 1
