@@ -216,7 +216,9 @@ def test_tables_of_every_system(everything: tuple[Path, int]) -> None:
     row = dict(zip(given.columns, given.rows[names.index("symi")], strict=True))
     assert row["storage"] == "sharded"
     assert row["plans from"] == "history"
-    assert row["bytes of slots"] == str(2 * 2 * 3 * 32 * 32 * (4 + 4)), "resident, two layers, states sharded"
+    assert row["bytes of slots"] == tables.size(2 * 2 * 3 * 32 * 32 * (4 + 4)), (
+        "resident, two layers, states sharded"
+    )
     assert (everything[0] / "report.html").stat().st_size > 0
 
 

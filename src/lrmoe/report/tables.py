@@ -250,7 +250,7 @@ def fairness(run: Run, *, brief: bool = False) -> Table:
     """
     keys = list({key: None for system in run.systems for key in system.figures.get("fairness", {})})
     given = [system.figures.get("fairness", {}) for system in run.systems]
-    rows = [(key.replace("_", " "), *(plain(entry.get(key)) for entry in given)) for key in keys]
+    rows = [(key.replace("_", " "), *(_given(key, entry.get(key)) for entry in given)) for key in keys]
     columns: Sequence[str] = ("", *(system.name for system in run.systems))
     note = (
         "Same seed, data and initial weights; steps interleaved in the same processes, each leading in turn."
@@ -263,6 +263,10 @@ def fairness(run: Run, *, brief: bool = False) -> Table:
     return Table(
         title="Fairness: what each system was given", columns=columns, rows=rows, note=note, text=True
     )
+
+
+def _given(key: str, value: Any) -> str:
+    return size(value) if "bytes" in key and isinstance(value, int | float) else plain(value)
 
 
 def settings(run: Run) -> Table:
