@@ -35,6 +35,7 @@ from lrmoe.telemetry.record import OpenCall
 
 _OF_WEIGHTS = 4 | 8  # bits of gradient_bits
 _UNDER_NO_GRAD = 16  # unknown yet: a reentrant checkpoint runs its first forward without gradients
+_MOVE_ROWS = 1 / 3  # a pair that moves repeats its first projection: 4 of the 12 H I products of its backward
 _DTYPE_CODES = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
 
@@ -310,6 +311,7 @@ def make_problem(
         slots=min(config.replica_slots, topology.experts - topology.experts_per_rank),
         copy_rows=prices[0],
         cross_rows=prices[1],
+        move_rows=0.0 if config.recompute else _MOVE_ROWS,
         history=history,
         max_drop=max_drop,
         drop=config.drop,
