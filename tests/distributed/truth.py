@@ -53,7 +53,7 @@ class Truth:
             mine, exact = getattr(found, name), getattr(self.exact, name)
             assert (mine is None) == (exact is None), f"{what}: {name} of rank {dist.get_rank()}"
             if exact is not None:
-                whole = exact.to(mine.dtype)  # the rule's largest entry is that of the whole tensor
+                whole = exact.clone().to(mine.dtype)  # the rule's largest entry is that of the whole tensor
                 whole[tokens if name in ("out", "d_hidden", "d_weights") else experts] = mine
                 assert_within(
                     whole, exact, getattr(self.plain, name), f"{what}: {name}, rank {dist.get_rank()}"
