@@ -396,12 +396,18 @@ def replay(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Runs of megatron and lrmoe; the others run once.")] = 3,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks that run at the same time, one thread each; unset: the CPU's cores, on CUDA 1."
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The run's folder is runs/<name>; unset: replay.")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Run every rank's real work of one MoE layer call under several systems, one rank after another on this device.
+    """Run every rank's real work of one MoE layer call under several systems, on this device.
 
     Packing, experts, unpacking, scores and selection of both passes are measured in time and bytes; the exchange
     between ranks is modelled over a stated link. Writes runs/<name>/summary.json and a self-contained report.html.
@@ -430,6 +436,7 @@ def replay(
         device=device,
         link=link,
         repeats=repeats,
+        workers=workers,
         name=name,
         overwrite=overwrite,
         as_json=as_json,

@@ -276,3 +276,18 @@ def test_fixed_ownership_must_be_there() -> None:
         question(systems=("lrmoe",))
     with pytest.raises(ConfigError, match="repeats=0"):
         question(repeats=0)
+    for workers in (0, 5):
+        with pytest.raises(ConfigError, match=f"workers={workers}"):
+            question(workers=workers)
+
+
+def test_ranks_that_run_at_the_same_time_hold_and_send_the_same(lanes: dict[str, Lane]) -> None:
+    threads = torch.get_num_threads()
+    for lane in replay(question(workers=3, systems=("megatron", "lrmoe"))):
+        alone = lanes[lane.name]
+        subtotals = [name for name in alone.most if not name.endswith("memory")]
+        assert {name: lane.most[name] for name in subtotals} == {name: alone.most[name] for name in subtotals}
+        np.testing.assert_array_equal(lane.kept.stay.counts_RQ, alone.kept.stay.counts_RQ)
+        assert lane.energy_dropped == alone.energy_dropped
+        assert lane.times.by_phase("backward").keys() == alone.times.by_phase("backward").keys()
+    assert torch.get_num_threads() == threads

@@ -53,6 +53,7 @@ def make_question(
     device: str | None = None,
     link: str | None = None,
     repeats: int = 3,
+    workers: int | None = None,
 ) -> Question:
     """The question that options ask.
 
@@ -62,6 +63,7 @@ def make_question(
         slots, max_drop, estimator: of the systems. model: whose sizes; hidden: instead of the model's (on a CPU an
             eighth of it unless given).
         dtype: bf16, fp32 or fp64. device: cpu or cuda; None takes CUDA where it is.
+        workers: ranks that run at the same time; None: on a CPU as many as it has cores, on CUDA one.
         link: "third", a device of the hardware table, or bytes per second; None: "third" on a CPU, else h100.
 
     Raises:
@@ -99,6 +101,7 @@ def make_question(
         dtype=dtype,
         device=where,
         repeats=repeats,
+        workers=_workers(where, topology.ranks) if workers is None else workers,
         link_bytes_per_s=_link(link, where),
     )
 
@@ -147,6 +150,10 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def _workers(device: torch.device, ranks: int) -> int:
+    return min(len(os.sched_getaffinity(0)), ranks) if device.type == "cpu" else 1
+
+
 def _link(text: str | None, device: torch.device) -> float | None:
     if text is None:
         text = _RULE if device.type == "cpu" else "h100"
@@ -177,12 +184,12 @@ def check_memory(question: Question) -> None:
     if needed > there:
         raise ConfigError(
             f"hidden={question.layer.shape.hidden}: a replay needs about {needed / 2**30:.1f} GiB and "
-            f"{question.device.type} has {there / 2**30:.1f}: take a smaller --hidden or fewer --tokens"
+            f"{question.device.type} has {there / 2**30:.1f}: take a smaller --hidden, or fewer --tokens or --workers"
         )
 
 
 def needed_bytes(question: Question) -> int:
-    """About what a replay needs: weights, all tokens, routes of every system, and fixed ownership's fullest rank."""
+    """About what a replay needs: weights, all tokens, routes of every system, fixed ownership's fullest ranks."""
     shape, counts_RE = question.layer.shape, question.calls.counts[-1]
     pairs, ranks = int(counts_RE.sum()), question.topology.ranks
     fullest = int(counts_RE.sum(axis=0).reshape(ranks, -1).sum(axis=1).max())
@@ -191,7 +198,7 @@ def needed_bytes(question: Question) -> int:
     return (
         question.topology.experts * shape.weight_bytes
         + tokens
-        + fullest * row
+        + fullest * row * question.workers
         + 40 * pairs * (len(question.systems) + 1)
     )
 

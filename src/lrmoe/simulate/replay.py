@@ -1,4 +1,4 @@
-"""Replays one layer call under several systems: every rank's real work on this device, one rank after another.
+"""Replays one layer call under several systems: every rank's real work, on one device.
 
 Planning, sorting, packing, the experts and unpacking of both passes, scores and the kept set run and are timed at the
 size of the call; the exchange is bytes over a stated link. Systems take turns rank by rank, so that what the machine
@@ -9,8 +9,12 @@ Shape letters: R ranks, E experts, N pairs of a source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +38,7 @@ from lrmoe.simulate.summary import BASELINE
 
 OURS = "lrmoe"
 HALF = "drop0.5"  # lrmoe at that drop, beside the others
+_MERGING = threading.Lock()  # of what the ranks that run at the same time add to
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 Progress = Callable[[str, int, int], None]
 
@@ -47,10 +52,11 @@ class Question:
         topology: ranks, experts, homes. layer: sizes of an expert in the compute dtype, experts per token.
         allowance: slots and drop of every system. config: estimator, score and seed of what prunes.
         dtype: a name of DTYPES. device: where everything runs. repeats: runs of megatron and lrmoe; others run once.
+        workers: ranks that run at the same time, each in a thread of its own; 1 on CUDA.
         link_bytes_per_s: of every rank; None: by the rule of replay_link.
 
     Raises:
-        ConfigError: megatron is missing, or repeats below 1.
+        ConfigError: megatron is missing, repeats below 1, workers out of range.
     """
 
     systems: Sequence[str]
@@ -63,12 +69,16 @@ class Question:
     device: torch.device
     repeats: int = 3
     link_bytes_per_s: float | None = None
+    workers: int = 1
 
     def __post_init__(self) -> None:
         if BASELINE not in self.systems:
             raise ConfigError(f"systems={list(self.systems)}: needs {BASELINE}, which all are compared with")
         if self.repeats < 1:
             raise ConfigError(f"repeats={self.repeats}: must be at least 1")
+        most = self.topology.ranks if self.device.type == "cpu" else 1
+        if not 1 <= self.workers <= most:
+            raise ConfigError(f"workers={self.workers}: must lie in [1, {most}] on {self.device.type}")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -94,11 +104,16 @@ class Lane:
     parts: dict[str, Mapping[str, int]] = field(default_factory=dict)
     energy_dropped: float = 0.0
 
-    def fullest(self, side: str, held: Held, allocated: int) -> None:
-        """Take one rank's bytes into the largest of all ranks."""
+    def fullest(self, side: str, held: Held, allocated: int, **more: int) -> None:
+        """Take one rank's bytes into the largest of all ranks; `more` by name."""
+        with _MERGING:
+            self._fullest(side, held, {f"{side}_memory": allocated, **more})
+
+    def _fullest(self, side: str, held: Held, sizes: Mapping[str, int]) -> None:
         if held.most > self.most.get(f"{side}_subtotal", 0):
             self.most[f"{side}_subtotal"], self.parts[side] = held.most, held.parts
-        self.most[f"{side}_memory"] = max(self.most.get(f"{side}_memory", 0), allocated)
+        for name, size in sizes.items():
+            self.most[name] = max(self.most.get(name, 0), size)
 
 
 def replay(question: Question, progress: Progress | None = None) -> list[Lane]:
@@ -119,16 +134,43 @@ def replay(question: Question, progress: Progress | None = None) -> list[Lane]:
         device=device, seed=question.config.seed,
     )  # fmt: skip
     told = _Told(progress, question)
-    with torch.no_grad():
-        norm_R = _norms(data, question.topology, told)
+    with torch.no_grad(), _one_thread_each(device):
+        norm_R = _norms(data, question, told)
         lanes = [_lane(data, question, name, plan, ms, norm_R, told) for name, plan, ms in _plans(question)]
-        for rank in range(question.topology.ranks):
-            for repeat in range(max(lane.repeats for lane in lanes)):
-                for lane in lanes:
-                    if repeat < lane.repeats:
-                        told.one(f"rank {rank}, {lane.name}")
-                        _run_rank(data, lane, rank, first=repeat == 0)
+        _each_rank(question, partial(_take_turns, data, lanes, told))
     return lanes
+
+
+def _take_turns(data: Data, lanes: Sequence[Lane], told: _Told, rank: int) -> None:
+    for repeat in range(max(lane.repeats for lane in lanes)):
+        for lane in lanes:
+            if repeat < lane.repeats:
+                told.one(f"rank {rank}, {lane.name}")
+                _run_rank(data, lane, rank, first=repeat == 0)
+
+
+def _each_rank(question: Question, work: Callable[[int], None]) -> None:
+    """Do the work of every rank, `workers` ranks at a time, each in a thread of its own."""
+
+    def one(rank: int) -> None:
+        with torch.no_grad():  # belongs to a thread
+            work(rank)
+
+    with ThreadPoolExecutor(question.workers) as pool:
+        for done in [pool.submit(one, rank) for rank in range(question.topology.ranks)]:
+            done.result()
+
+
+@contextmanager
+def _one_thread_each(device: torch.device) -> Iterator[None]:
+    """On a CPU a rank's work is one thread's, whose CPU time is its time."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _plans(question: Question) -> list[tuple[str, LayerPlan, float]]:
@@ -150,23 +192,27 @@ def _plans(question: Question) -> list[tuple[str, LayerPlan, float]]:
     return found
 
 
-def _norms(data: Data, topology: Topology, told: _Told) -> list[Tensor]:
+def _norms(data: Data, question: Question, told: _Told) -> list[Tensor]:
     """Norm of every pair's projection input, for each source in (expert, token) order; also warms the machine up."""
+    topology = question.topology
     plan = get_policy(BASELINE)(Problem(counts_RE=data.counts_RE, topology=topology))
     seats, times = seats_of(plan), Times(data.device)
     pair_R = [order_source(source.ids_TK, seats, rank)[0] for rank, source in enumerate(data.sources)]
     wire = Wire(seats=seats, counts_RQ=seats.assign_RQ, pair_R=pair_R)
     norm_R = [torch.empty(len(pair), device=data.device) for pair in pair_R]
-    for home in range(topology.ranks):
+
+    def run(home: int) -> None:
         told.one(f"warm-up, rank {home}")
         one = Rank(data, wire, home, topology.experts_per_rank, times)
         one.forward(norms=True)
         if one.norm_M is None:
-            continue
+            return
         received = torch.empty_like(one.norm_M).index_copy_(0, wire.place(home, data.device), one.norm_M)
         parts = home_parts(data.counts_RE, home, norm_R)
         for part, norm in zip(parts, received.split([len(p) for p in parts]), strict=True):
             part.copy_(norm)
+
+    _each_rank(question, run)
     return norm_R
 
 
@@ -232,8 +278,7 @@ def _run_rank(data: Data, lane: Lane, rank: int, *, first: bool) -> None:
         counted.restart()
         one.backward(lane.kept)
         if first:
-            lane.fullest("backward", one.held, counted.most)
-            lane.most["backward_unpacked"] = max(lane.most.get("backward_unpacked", 0), one.unpacked)
+            lane.fullest("backward", one.held, counted.most, backward_unpacked=one.unpacked)
         one.add_home(_returning(lane.plan, rank))
 
 
@@ -257,6 +302,7 @@ class _Told:
 
     def one(self, text: str) -> None:
         """One more unit begins."""
-        self._done += 1
-        if self._progress is not None:
-            self._progress(text, self._done, self._total)
+        with _MERGING:
+            self._done += 1
+            if self._progress is not None:
+                self._progress(text, self._done, self._total)

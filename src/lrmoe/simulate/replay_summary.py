@@ -44,7 +44,8 @@ def measured(question: Question) -> str:
     clock = clock_kind(question.device)
     return (
         f"{clock} time of planning, sorting, packing, experts, combining, scores, selection, re-routing and return "
-        f"on {question.device.type}, one rank after another; the slowest rank of each phase counts"
+        f"on {question.device.type}, {question.workers} rank{'s' * (question.workers > 1)} at a time"
+        f"{', one thread each' if question.device.type == 'cpu' else ''}; the slowest rank of each phase counts"
     )
 
 
@@ -134,6 +135,7 @@ def _settings(question: Question, link: float) -> dict[str, Any]:
         "wire": "one row per pair",
         "seed": config.seed,
         "repeats": question.repeats,
+        "workers": question.workers,
         "link_bytes_per_s": link,
         "link": RULE if question.link_bytes_per_s is None else "given",
         "ours": OURS,

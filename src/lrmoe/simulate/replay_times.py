@@ -22,10 +22,8 @@ _PHASE_OF = {
 
 
 def clock_kind(device: torch.device) -> str:
-    """What is read: "events" on CUDA, "thread CPU" on one CPU thread, "wall" on several."""
-    if device.type == "cuda":
-        return "events"
-    return "thread CPU" if torch.get_num_threads() == 1 else "wall"
+    """What is read: "events" on CUDA, "thread CPU" elsewhere (of the one thread that a rank's work has)."""
+    return "events" if device.type == "cuda" else "thread CPU"
 
 
 class Times:
@@ -33,7 +31,6 @@ class Times:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wall = clock_kind(device) == "wall"
         self._samples: dict[tuple[str, int, str], list[float]] = defaultdict(list)
 
     @contextmanager
@@ -42,8 +39,7 @@ class Times:
         clock = PhaseClock(self._device)
         with clock.phase(name):
             yield
-        busy, wall = clock.read()
-        self.add(side, rank, name, (wall if self._wall else busy)[name])
+        self.add(side, rank, name, clock.read()[0][name])
 
     def add(self, side: str, rank: int, name: str, ms: float) -> None:
         """One more sample."""
