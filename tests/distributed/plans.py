@@ -18,11 +18,6 @@ LAYOUTS = ("few", "many", "home and more", "everywhere", "one rank", "moved", "s
 WAYS_BACK = ("home", "any", "away", "one")
 
 
-def free_copies(problem: Problem) -> LayerPlan:
-    """What `lrmoe` plans where copies cost nothing: in calls as small as those of tests they never pay."""
-    return get_policy("lrmoe")(dataclasses.replace(problem, copy_rows=0.0))
-
-
 @dataclasses.dataclass(kw_only=True)
 class Crafted:
     """A policy that draws a plan from `seed`; set another seed between two calls.
@@ -98,6 +93,11 @@ class InParts:
             backward_chunks=self.backward,
             recompute=self.recompute,
         )
+
+
+def unpriced(problem: Problem) -> LayerPlan:
+    """This package's plan where copies cost nothing: at the sizes of tests they would never pay."""
+    return get_policy("lrmoe")(dataclasses.replace(problem, copy_rows=0.0, cross_rows=0.0))
 
 
 def _layout(name: str, problem: Problem, rng: np.random.Generator) -> Holds:

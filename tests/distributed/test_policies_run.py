@@ -15,7 +15,7 @@ from lrmoe.config import POLICIES
 from lrmoe.planning import LayerPlan, Problem, get_policy
 from lrmoe.planning.policies import FasterMoE, FlexMoE, SmartMoE
 from tests.distributed.calls import even
-from tests.distributed.plans import InParts, free_copies
+from tests.distributed.plans import InParts, unpriced
 from tests.distributed.pool import Pool
 from tests.distributed.truth import Truth, mine
 from tests.layer.harness import build, exact, local_experts, run
@@ -35,7 +35,7 @@ EAGER: dict[str, Callable[[Problem], LayerPlan]] = {  # options with which these
     "fastermoe": FasterMoE(rule="code", hidden=8, width=6, flops=1e9, bandwidth=1e9),
     "flexmoe": FlexMoE(interval=2, threshold=1.0, sync_seconds=1e-9),
     "smartmoe": SmartMoE(interval=2),
-    "lrmoe": free_copies,
+    "lrmoe": unpriced,
 }
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.layer import MoELayer
+from lrmoe.planning.policies import Policy
 from tests.distributed.calls import even
-from tests.distributed.plans import Crafted, Fixed
+from tests.distributed.plans import Crafted, Fixed, unpriced
 from tests.distributed.pool import Pool
 from tests.distributed.truth import Truth, kept_by, mine
 from tests.layer.harness import build, kept, pruning, run
@@ -39,14 +40,14 @@ def config_of(mode: tuple[str, str, str, bool | str], **fields: object) -> LRMoE
     )
 
 
-def layers(config: LRMoEConfig, policy: Crafted | None) -> list[MoELayer]:
+def layers(config: LRMoEConfig, policy: Policy) -> list[MoELayer]:
     """Two layers that see the same first call: one to read the kept set off, one as configured."""
     group = dist.group.WORLD
     retained = config.replace(router_grad="retained")
     return [build(CASE, one, group=group, policy=policy) for one in (retained, config)]
 
 
-def check_pruned(config: LRMoEConfig, policy: Crafted | None, what: str) -> int:
+def check_pruned(config: LRMoEConfig, policy: Policy, what: str) -> int:
     """Hold one call against the pruned reference, and its kept set against one process's; returns foreign experts."""
     sizes, (reader, layer) = even(CASE, dist.get_world_size()), layers(config, policy)
     keep_TK = kept_by(CASE, config, sizes, reader)
@@ -80,7 +81,7 @@ def test_crafted_plans(request: pytest.FixtureRequest, ranks: int, first: int) -
 
 def lrmoe() -> list[int]:
     """Worker: every mode under the plans of this package."""
-    return [check_pruned(config_of(mode, replica_slots=2), None, f"lrmoe, {mode}") for mode in MODES]
+    return [check_pruned(config_of(mode, replica_slots=2), unpriced, f"lrmoe, {mode}") for mode in MODES]
 
 
 def test_the_policy_of_this_package_places_copies_and_prunes(pool2: Pool, pool4: Pool) -> None:
