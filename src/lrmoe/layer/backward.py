@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -212,21 +213,18 @@ def _carried_inputs(back: Back, layout: Layout, cells_RV: IntArray, token_P: Ten
     if not route.all_carried:
         carried_RV, mine_P = _only_carried(call, route, cells_RV)
         layout = Layout.build(carried_RV, route.starts_R, call.comm.rank, token_P.device)
-        token_P = token_P[mine_P.to(token_P.device)]
+        token_P = token_P[torch.from_numpy(mine_P).to(token_P.device, non_blocking=True)]
     arrival = send_rows(
         call, layout, back.x_TH, token_P, [], pack="pack", travel="exchange", part="backward", buffer="inputs"
     )
     return arrival.rows
 
 
-def _only_carried(call: Call, route: Route, cells_RV: IntArray) -> tuple[IntArray, Tensor]:
-    """Cells of pairs that carry their input, and which of this source's pairs they are, bool (P,)."""
-    carry_V = torch.zeros(cells_RV.shape[1], dtype=torch.bool)
-    for rank in range(call.comm.size):
-        begin, end = int(route.starts_R[rank]), int(route.starts_R[rank + 1])
-        carry_V[(begin + end) // 2 : end] = True
-    mine_V = torch.from_numpy(cells_RV[call.comm.rank])
-    return cells_RV * carry_V.numpy(), carry_V.repeat_interleave(mine_V)
+def _only_carried(call: Call, route: Route, cells_RV: IntArray) -> tuple[IntArray, IntArray]:
+    """Cells of pairs that carry their input, and the places of this source's among its pairs, int64."""
+    middle_R = (route.starts_R[:-1] + route.starts_R[1:]) // 2
+    carry_V = np.arange(cells_RV.shape[1]) >= np.repeat(middle_R, np.diff(route.starts_R))
+    return cells_RV * carry_V, np.flatnonzero(np.repeat(carry_V, cells_RV[call.comm.rank]))
 
 
 def _experts(
