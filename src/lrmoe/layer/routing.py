@@ -29,7 +29,7 @@ def sort_pairs(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """
     flat = ids_TK.reshape(-1)
     key = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    counts = torch.bincount(key, minlength=experts + 1)[:experts]
+    counts = count_classes(key, experts + 1)[:experts]
     narrow = key.to(torch.int16) if experts < 2**15 else key
     return torch.sort(narrow, stable=True).indices, counts
 
@@ -67,7 +67,14 @@ def token_entries(pair_N: Tensor, tokens: int, slots: int) -> TokenEntries:
 def group_entries(group_N: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Rows of each group, in their own order: (row numbers int64 (N,), ends int64 (groups,)) for `ops.combine`."""
     row_N = torch.sort(group_N, stable=True).indices
-    return row_N, torch.bincount(group_N, minlength=groups).cumsum(0)
+    return row_N, count_classes(group_N, groups).cumsum(0)
+
+
+def count_classes(class_N: Tensor, classes: int) -> Tensor:
+    """How often each of [0, classes) occurs in int64 (N,), int64 (classes,); bincount would wait for a device."""
+    if class_N.device.type == "cpu":
+        return torch.bincount(class_N, minlength=classes)
+    return class_N.new_zeros(classes).index_add_(0, class_N, torch.ones_like(class_N))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
