@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.distributed.plans import LAYOUTS, WAYS_BACK, Crafted
 from tests.distributed.pool import Pool
+from tests.distributed.test_sharded_layer import sharded_call
 from tests.distributed.truth import Truth, mine
 from tests.layer.harness import build, exact, run
 from tests.reference import make_case
@@ -59,3 +60,24 @@ def test_random_plans(request: pytest.FixtureRequest, ranks: int, batch: int) ->
     assert all(one == found[0] for one in found), "ranks drew other plans"
     assert found[0][0] >= BATCH * 3 // 4, "few plans moved experts"
     assert found[0][1] >= BATCH // 3, "few plans ran in parts"
+
+
+def random_plans_on_shards(first: int) -> int:
+    """Worker: a batch of plans where no rank owns an expert; returns how many moved experts."""
+    group, ranks, moved = dist.group.WORLD, dist.get_world_size(), 0
+    for seed in range(first, first + BATCH):
+        truth, policy = truth_of(seed % 4), Crafted(seed=seed)
+        sizes = SPLITS[ranks][seed % len(SPLITS[ranks])]
+        config = exact(storage="sharded", lean_wire=(seed + seed // 8) % 2 == 0)
+        layer = build(truth.case, config, group=group, policy=policy)
+        found = sharded_call(layer, mine(truth.case, sizes))
+        truth.check(found, sizes, f"plan {seed} on shards, lean wire {config.lean_wire}")
+        assert policy.last is not None
+        moved += bool(policy.last.foreign_J.any())
+    return moved
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_plans_on_shards(request: pytest.FixtureRequest, ranks: int) -> None:
+    pool: Pool = request.getfixturevalue(f"pool{ranks}")
+    assert min(pool.run(random_plans_on_shards, 0, limit_s=90)) >= BATCH * 3 // 4

@@ -64,14 +64,12 @@ def seats_of(plan: LayerPlan, *, homes: bool = True) -> Seats:
     """The seats of a plan.
 
     Args:
-        homes: give every home expert a seat, as a rank needs that owns its weights; False: only the plan's instances.
+        homes: give every home expert a seat, as a rank needs that owns its weights; False: only the plan's instances,
+            and the homes of experts that the plan runs there in backward only (`backward_J` None).
     """
-    topology = plan.topology
-    expert_Q, rank_Q = plan.instance_expert_J, plan.instance_rank_J
-    if homes:
-        every = np.arange(topology.experts, dtype=np.int64)
-        expert_Q = np.concatenate((every, expert_Q[plan.foreign_J]))
-        rank_Q = np.concatenate((topology.home_E, rank_Q[plan.foreign_J]))
+    topology, absent = plan.topology, _absent_homes(plan, homes)
+    expert_Q = np.concatenate((plan.instance_expert_J, absent))
+    rank_Q = np.concatenate((plan.instance_rank_J, topology.home_E[absent]))
     order = np.lexsort((expert_Q, topology.home_E[expert_Q] != rank_Q, rank_Q))
     expert_Q, rank_Q = expert_Q[order], rank_Q[order]
     column = _columns(plan, expert_Q, rank_Q)
@@ -84,6 +82,14 @@ def seats_of(plan: LayerPlan, *, homes: bool = True) -> Seats:
         assign_RQ=np.ascontiguousarray(assign_RQ, dtype=np.int64),
         backward_Q=_backward(plan, expert_Q, rank_Q, column),
     )
+
+
+def _absent_homes(plan: LayerPlan, homes: bool) -> IntArray:
+    """Experts that need a seat at home and have no instance there, int64."""
+    at_home = np.zeros(plan.topology.experts, dtype=np.bool_)
+    at_home[plan.instance_expert_J[~plan.foreign_J]] = True
+    needed = homes | ((plan.backward_J is None) & (plan.quota_E > 0))
+    return np.flatnonzero(~at_home & needed)
 
 
 def _columns(plan: LayerPlan, expert_Q: IntArray, rank_Q: IntArray) -> IntArray:
