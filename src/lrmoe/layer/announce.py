@@ -285,6 +285,7 @@ class Announcer:
             backward_load_R=plan.backward_load_R.tolist(),
             rows_forward_local=int(plan.forward_load_R[self._comm.rank]),
             chunks=max(plan.forward_chunks, plan.backward_chunks),
+            recomputed=plan.recompute or plan.forward_chunks > 1 or self._config.recompute,
             replicas_R=plan.replicas_R.tolist(),
             counts_RE=plan.counts_RE,
         )

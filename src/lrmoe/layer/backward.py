@@ -103,6 +103,7 @@ def walk_backward(
         call.plan = call.budget.refit(call.plan, route.kept_RQ)
         if call.budget.binds:
             call.open_call.record.peak_predicted = call.budget.peak(call.plan, call.comm.rank)
+            call.open_call.record.chunks = max(call.plan.forward_chunks, call.plan.backward_chunks)
     scale_N = alpha_N.to(call.scale_dtype())
     weights, parts = lease(), call.plan.backward_chunks
     add = parts > 1 or (route.carried and not route.all_carried)

@@ -310,7 +310,7 @@ def _explain(ladder: _Ladder, first: Fitted, smallest: int, least: Fitted) -> st
     fits = _micro_batch(ladder, least)
     share = 100 * fits / max(problem.pairs, 1)
     plan = least.plan
-    saved = "recomputed" if plan.recompute else "saved"
+    saved = "recomputed" if plan.recompute or plan.forward_chunks > 1 else "saved"
     return (
         f"rank {rank} needs {asked} bytes as planned and {int(need_R[rank])} with every means "
         f"({int(plan.replicas_R.sum())} replicas, {plan.forward_chunks} chunks in forward, {plan.backward_chunks} in "

@@ -56,6 +56,7 @@ class CallRecord:
     mem: dict[str, int] = field(default_factory=dict)
     mem_predicted: dict[str, int] = field(default_factory=dict)
     peak_predicted: int = 0
+    recomputed: bool = False
     observed: dict[str, float] = field(default_factory=dict)
     counts_RE: IntArray | None = field(default=None, compare=False, repr=False)
 
