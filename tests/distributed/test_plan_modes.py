@@ -31,7 +31,7 @@ def dtypes(dtype: torch.dtype) -> bool:
     """Worker: exact calls in a dtype, on either wire."""
     truth = Truth.of(CASE.to(dtype))
     sizes = even(CASE, dist.get_world_size())
-    for seed, lean in itertools.product(range(12), (False, True)):
+    for seed, lean in itertools.product(range(1, 7), (False, True)):
         config = exact(lean_wire=lean)
         layer = build(truth.case, config, group=dist.group.WORLD, policy=Crafted(seed=seed))
         found = run(mine(truth.case, sizes), config, group=dist.group.WORLD, layer=layer)

@@ -47,7 +47,7 @@ def growth() -> list[tuple[int, int]]:
     for number in range(ROUNDS):
         for policy.seed in range(ROUND):
             layer = layers[policy.seed % len(layers)]
-            with tracker if number % 4 == 3 else contextlib.nullcontext():  # it makes every operator slow
+            with tracker if number % 6 == 1 else contextlib.nullcontext():  # it makes every operator slow
                 forward(layer, part, leaf).backward(part.grad_out)
             layer.clock.advance()
             layer.telemetry.drain()
@@ -55,7 +55,7 @@ def growth() -> list[tuple[int, int]]:
             tensor.grad = None
         gc.collect()
         tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
-        if number % 4 == 3:
+        if number % 6 == 1:
             found.append((tracker.current, tensors))
     return found
 
