@@ -395,6 +395,10 @@ def replay(
             "hardware table, or bytes per second; unset: third on a CPU, h100 on CUDA.",
         ),
     ] = None,
+    activations: Annotated[
+        str,
+        typer.Option(help="recompute (backward sends inputs again) or stash (rows stay), of every system."),
+    ] = "recompute",
     repeats: Annotated[int, typer.Option(help="Runs of megatron and lrmoe; the others run once.")] = 3,
     workers: Annotated[
         int | None,
@@ -435,6 +439,7 @@ def replay(
         dtype=dtype,
         device=device,
         link=link,
+        activations=activations,
         repeats=repeats,
         workers=workers,
         name=name,

@@ -12,18 +12,20 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError
+from lrmoe.layer import experts
 from lrmoe.planning.memory import ExpertShape
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import Topology
-from lrmoe.planning.seats import seats_of
-from lrmoe.simulate import replay_rank
+from lrmoe.planning.seats import Seats, seats_of
 from lrmoe.simulate.cluster import Calls
 from lrmoe.simulate.generators import fixed_peak, generate
+from lrmoe.simulate.measure import extra_slots
 from lrmoe.simulate.replay import HALF, Lane, Question, replay
 from lrmoe.simulate.replay_calls import published_call, recorded_call
 from lrmoe.simulate.replay_data import Data, make_data, route_tokens
-from lrmoe.simulate.replay_rank import Rank, cut
-from lrmoe.simulate.replay_routes import Backward, Wire, order_source, reroute
+from lrmoe.simulate.replay_link import backward_bytes, forward_bytes
+from lrmoe.simulate.replay_rank import Rank
+from lrmoe.simulate.replay_routes import Backward, Wire, order_by_expert, reroute, sending_order
 from lrmoe.simulate.replay_summary import summarise
 from lrmoe.simulate.replay_times import Times
 from lrmoe.simulate.scenario import SYSTEMS, Allowance, Layer
@@ -62,6 +64,11 @@ def lanes() -> dict[str, Lane]:
     return {lane.name: lane for lane in replay(question())}
 
 
+@pytest.fixture(scope="module")
+def stashed() -> dict[str, Lane]:
+    return {lane.name: lane for lane in replay(question(activations="stash"))}
+
+
 def expert(data: Data, e: int, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     gate, up = (x @ gate_up[e].T).chunk(2, dim=1)
     return (F.silu(gate) * up) @ down[e].T
@@ -74,27 +81,23 @@ def reference(data: Data, kept: Backward) -> tuple[Tensor, Tensor, list[Tensor]]
     for rank, source in enumerate(data.sources):
         x_NH = source.x_TH.repeat_interleave(data.slots, dim=0).requires_grad_()
         x_R.append(x_NH)
-        for wire in (kept.stay, kept.moved):
-            pair = wire.pair_R[rank]
-            scale = source.alpha_TK.reshape(-1)[pair]
-            scale = scale if wire.weight_R is None else scale * wire.weight_R[rank]
-            ids = source.ids_TK.reshape(-1)[pair]
-            for e in ids.unique().tolist():
-                at = pair[ids == e]
-                y = expert(data, e, x_NH[at], gate_up, down)
-                total = total + (scale[ids == e, None] * source.g_TH[at // data.slots] * y).sum()
+        pair, scale = kept.wire.pair_R[rank], kept.scale_R[rank]
+        ids = source.ids_TK.reshape(-1)[pair]
+        for e in ids.unique().tolist():
+            at = pair[ids == e]
+            y = expert(data, e, x_NH[at], gate_up, down)
+            total = total + (scale[ids == e, None] * source.g_TH[at // data.slots] * y).sum()
     grads = torch.autograd.grad(total, [gate_up, down, *x_R], materialize_grads=True)
     return grads[0], grads[1], list(grads[2:])
 
 
-def check(data: Data, plan: LayerPlan, forward: Wire, kept: Backward) -> None:
+def check(data: Data, plan: LayerPlan, seats: Seats, forward: Wire, kept: Backward, *, stash: bool) -> None:
     """Outputs, input gradients and summed weight gradients of all ranks against the loop."""
     d_gate_up, d_down, dx_R = reference(data, kept)
     found = torch.zeros_like(d_gate_up), torch.zeros_like(d_down)
-    seats = forward.seats
     for rank in range(plan.topology.ranks):
-        one = Rank(data, forward, rank, len(seats.expert_Q[seats.of(rank)]), Times(CPU))
-        one.forward(norms=True)
+        one = Rank(data, seats, forward, rank, len(seats.expert_Q[seats.of(rank)]), Times(CPU))
+        one.forward(stash=stash, norms=True)
         assert one.y_MH is not None
         pairs = [(s, p) for s, part in enumerate(forward.part(rank, forward.pair_R)) for p in part.tolist()]
         for row, (s, p) in zip(one.y_MH, pairs, strict=True):
@@ -102,33 +105,39 @@ def check(data: Data, plan: LayerPlan, forward: Wire, kept: Backward) -> None:
             e, x = int(source.ids_TK.reshape(-1)[p]), source.x_TH[p // data.slots][None]
             torch.testing.assert_close(row, expert(data, e, x, data.gate_up, data.down)[0])
         one.backward(kept)
-        assert sum(len(dx) for dx in one.dx) == plan.backward_load_R[rank]
-        for wire, dx in zip((kept.stay, kept.moved), one.dx, strict=False):
-            wanted = [
-                dx_R[s][p] for s, part in enumerate(wire.part(rank, wire.pair_R)) for p in part.tolist()
-            ]
-            torch.testing.assert_close(dx, torch.stack(wanted) if wanted else dx[:0])
+        assert len(one.dx) == plan.backward_load_R[rank]
+        parts = kept.wire.part(rank, kept.wire.pair_R)
+        wanted = [dx_R[s][p] for s, part in enumerate(parts) for p in part.tolist()]
+        torch.testing.assert_close(one.dx, torch.stack(wanted) if wanted else one.dx[:0])
         own = torch.from_numpy(seats.expert_Q[seats.of(rank)])
-        for total, grad in zip(found, one.grads, strict=True):
-            total.index_add_(0, own, grad)
+        for total, home, slots in zip(found, one.grads[:2], one.grads[2:], strict=True):
+            rows = [t for t in (home, slots) if t is not None]
+            total.index_add_(0, own, torch.cat(rows))
     torch.testing.assert_close(found[0], d_gate_up)
     torch.testing.assert_close(found[1], d_down)
 
 
+@pytest.mark.parametrize("activations", ["recompute", "stash"])
 @pytest.mark.parametrize("name", [*SYSTEMS, HALF])
 def test_every_system_computes_what_a_loop_computes(
-    name: str, lanes: dict[str, Lane], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    activations: str,
+    lanes: dict[str, Lane],
+    stashed: dict[str, Lane],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(replay_rank.BLOCK_ROWS, "cpu", 7)  # seats are cut, blocks hold several seats
-    lane = lanes[name]
-    check(data_of(question()), lane.plan, lane.forward, lane.kept)
+    monkeypatch.setattr(experts, "BLOCK_ROWS", 7)  # a few seats at a time
+    stash = activations == "stash"
+    lane = (stashed if stash else lanes)[name]
+    check(data_of(question()), lane.plan, lane.seats, lane.forward, lane.kept, stash=stash)
     kept = {"lrmoe": 0.8, HALF: 0.5}.get(name, 1.0)
-    pairs = [torch.cat([lane.kept.stay.pair_R[r], lane.kept.moved.pair_R[r]]) for r in range(4)]
+    pairs = lane.kept.wire.pair_R
     assert all(len(p.unique()) == len(p) for p in pairs)
     assert sum(map(len, pairs)) == lane.plan.kept == -(-384 * kept // 1)
 
 
-def test_pairs_that_move_are_computed_again_elsewhere() -> None:
+@pytest.mark.parametrize("stash", [True, False])
+def test_pairs_that_move_are_computed_again_elsewhere(stash: bool) -> None:
     """A plan whose backward leaves three pairs at one of two seats of an expert."""
     asked = question()
     data = data_of(asked)
@@ -156,24 +165,18 @@ def test_pairs_that_move_are_computed_again_elsewhere() -> None:
         backward_J=backward,
     )
     seats = seats_of(plan, homes=False)
-    pair_R = [order_source(source.ids_TK, seats, rank)[1] for rank, source in enumerate(data.sources)]
-    forward = Wire(seats=seats, counts_RQ=seats.assign_RQ, pair_R=pair_R)
-    kept = reroute(forward, None, Times(CPU))
-    assert int(kept.moved.counts_RQ.sum()) == load[0] - 3 > 0
-    check(data, plan, forward, kept)
-
-
-def test_blocks_cover_all_rows_once() -> None:
-    for segments in ([0, 5, 0, 9, 1, 0], [], [0, 0], [4], [3, 3, 3]):
-        for limit in (1, 3, 4, 100):
-            found = list(cut(segments, limit))
-            rows = [0] * len(segments)
-            for block in found:
-                assert sum(block.counts) == block.at.stop - block.at.start <= limit
-                for seat, count in zip(range(block.seats.start, block.seats.stop), block.counts, strict=True):
-                    rows[seat] += count
-            assert rows == list(segments)
-            assert [b.at.start for b in found] == [0, *(b.at.stop for b in found)][: len(found)]
+    order_R = [
+        order_by_expert(source.ids_TK, 16, len(source.ids_TK) * 2)[: int(n)]
+        for source, n in zip(data.sources, data.counts_RE.sum(axis=1), strict=True)
+    ]
+    place_R = [sending_order(seats, rank, CPU) for rank in range(4)]
+    pair_R = [order[place] for order, place in zip(order_R, place_R, strict=True) if place is not None]
+    forward = Wire(counts_RV=seats.assign_RQ, starts_R=seats.starts_R, pair_R=pair_R)
+    kept = reroute(data, plan, seats, order_R, place_R, None, Times(CPU), stash=stash)
+    assert kept.moved == load[0] - 3 > 0
+    assert kept.again is not None
+    assert int(kept.again.counts_RV.sum()) == (kept.moved if stash else plan.kept)
+    check(data, plan, seats, forward, kept, stash=stash)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 2], [9, 1, 1], [0, 0], [4, 4, 4, 4]])
@@ -187,23 +190,52 @@ def test_tokens_take_distinct_experts_with_the_given_counts(counts: list[int]) -
     assert len(ids_TK) == max(-(-sum(counts) // 2), max(counts))
 
 
-def test_bytes_are_those_of_the_rows(lanes: dict[str, Lane]) -> None:
+def test_bytes_are_those_of_the_rows(lanes: dict[str, Lane], stashed: dict[str, Lane]) -> None:
     """Inputs, stash, gradients and returned rows of the fullest rank, and the weights with fp64 gradients."""
+    for found in (lanes, stashed):
+        for lane in found.values():
+            for side in ("forward", "backward"):
+                assert sum(lane.parts[side].values()) == lane.most[f"{side}_subtotal"]
+                assert lane.most[f"{side}_subtotal"] <= lane.most[f"{side}_memory"]
     base, ours = lanes["megatron"], lanes["lrmoe"]
-    rows = int(base.plan.forward_load_R.max())
-    assert base.parts["backward"]["stash"] == rows * 16 * 8
-    assert base.parts["backward"]["dispatched"] == rows * 12 * 8
+    rows, kept = int(base.plan.forward_load_R.max()), int(ours.plan.backward_load_R.max())
     assert base.parts["backward"]["weights"] == base.parts["backward"]["grads"] == 4 * SHAPE.weight_bytes
-    assert ours.parts["backward"]["stash"] <= int(ours.plan.backward_load_R.max()) * 16 * 8
-    for lane in lanes.values():
-        for side in ("forward", "backward"):
-            assert sum(lane.parts[side].values()) == lane.most[f"{side}_subtotal"]
-            assert lane.most[f"{side}_subtotal"] <= lane.most[f"{side}_memory"]
-    assert base.most["backward_unpacked"] == base.most["backward_subtotal"]
-    dropped = ours.plan.forward_load_R.sum() - ours.plan.kept
-    extra = ours.most["backward_unpacked"] - ours.most["backward_subtotal"]
-    assert 0 < extra <= dropped * (16 + 12) * 8
+    assert base.parts["backward"]["backward"] == 3 * rows * SHAPE.row_bytes
+    assert not any(base.parts["backward"].get(part) for part in ("stash", "dispatched", "replicas"))
+    assert ours.parts["backward"]["backward"] <= 3 * kept * SHAPE.row_bytes
+    slots = [2 * int(extra) * SHAPE.weight_bytes for extra in extra_slots(ours.plan)]
+    assert ours.parts["backward"]["replicas"] > 0
+    assert ours.parts["backward"]["replicas"] in slots
     assert ours.most["backward_subtotal"] < 0.75 * base.most["backward_subtotal"]
+    whole = stashed["lrmoe"]
+    assert stashed["megatron"].parts["backward"]["stash"] == rows * 16 * 8
+    assert stashed["megatron"].parts["backward"]["dispatched"] == rows * SHAPE.row_bytes
+    # Nothing of the stash goes when pairs are left out: it is read by index until backward has ended.
+    assert whole.parts["backward"]["stash"] > 16 * 8 * int(whole.plan.forward_load_R.min())
+
+
+def test_gradients_have_the_dtypes_of_the_layer() -> None:
+    """Of home seats the compute dtype, of slots fp32: what travels home is summed there."""
+    bf16 = ExpertShape(hidden=12, width=8, element_bytes=2)
+    asked = question(dtype="bf16", layer=Layer(shape=bf16, top_k=2), systems=("megatron", "lrmoe", "symi"))
+    found = {lane.name: lane for lane in replay(asked)}
+    held = found["megatron"].parts["backward"]
+    assert held["grads"] == held["weights"] == 4 * bf16.weight_bytes
+    extra = [int(n) * 3 * bf16.weight_bytes for n in extra_slots(found["lrmoe"].plan)]
+    assert found["lrmoe"].parts["backward"]["replicas"] in extra
+    held = found["symi"].parts["backward"]  # no homes: all seats are slots
+    assert held["grads"] == held["weights"] == 0
+    assert held["replicas"] == 6 * 3 * bf16.weight_bytes
+
+
+def test_inputs_travel_again_where_nothing_stayed(lanes: dict[str, Lane], stashed: dict[str, Lane]) -> None:
+    shape = SHAPE
+    for found, again in ((lanes, 1), (stashed, 0)):
+        lane = found["megatron"]
+        sent = backward_bytes(lane.plan, lane.seats, lane.kept, shape, scored=False)
+        forward = forward_bytes(lane.plan, lane.seats, shape, scored=False)
+        per_row = sent["exchange"] / np.maximum(forward["dispatch"] / shape.row_bytes, 1)
+        np.testing.assert_allclose(per_row, (1 + again) * shape.row_bytes + 4)
 
 
 def test_summary_adds_measured_and_modelled_time(lanes: dict[str, Lane]) -> None:
@@ -225,6 +257,7 @@ def test_summary_adds_measured_and_modelled_time(lanes: dict[str, Lane]) -> None
         base["backward_ms"] / systems["lrmoe"]["backward_ms"]
     )
     assert systems["lrmoe"]["phases"]["backward"]["modelled"]["select"] > 0
+    assert found["settings"]["activations"] == "recompute"
     assert "select" not in base["phases"]["backward"]["modelled"]
 
 
@@ -243,10 +276,11 @@ def test_times_take_medians_and_add_the_parts_of_a_phase() -> None:
     times = Times(CPU)
     for ms in (1.0, 9.0, 2.0):
         times.add("backward", 0, "select", ms)
-    times.add("backward", 0, "select_source", 4.0)
+    times.add("backward", 0, "order", 4.0)
+    times.add("backward", 0, "pack", 3.0)
     times.add("backward", 1, "select", 5.0)
-    assert times.by_phase("backward") == {"select": {0: 6.0, 1: 5.0}}
-    assert times.slowest("backward") == {"select": 6.0}
+    assert times.by_phase("backward") == {"select": {0: 2.0, 1: 5.0}, "pack": {0: 7.0}}
+    assert times.slowest("backward") == {"select": 5.0, "pack": 7.0}
     assert times.slowest("forward") == {}
 
 
@@ -274,6 +308,8 @@ def test_a_call_of_a_trace_has_those_before_it_as_history() -> None:
 def test_fixed_ownership_must_be_there() -> None:
     with pytest.raises(ConfigError, match="needs megatron"):
         question(systems=("lrmoe",))
+    with pytest.raises(ConfigError, match="activations='all'"):
+        question(activations="all")
     with pytest.raises(ConfigError, match="repeats=0"):
         question(repeats=0)
     for workers in (0, 5):
@@ -287,7 +323,7 @@ def test_ranks_that_run_at_the_same_time_hold_and_send_the_same(lanes: dict[str,
         alone = lanes[lane.name]
         subtotals = [name for name in alone.most if not name.endswith("memory")]
         assert {name: lane.most[name] for name in subtotals} == {name: alone.most[name] for name in subtotals}
-        np.testing.assert_array_equal(lane.kept.stay.counts_RQ, alone.kept.stay.counts_RQ)
+        np.testing.assert_array_equal(lane.kept.wire.counts_RV, alone.kept.wire.counts_RV)
         assert lane.energy_dropped == alone.energy_dropped
         assert lane.times.by_phase("backward").keys() == alone.times.by_phase("backward").keys()
     assert torch.get_num_threads() == threads

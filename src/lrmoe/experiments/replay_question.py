@@ -20,7 +20,7 @@ from lrmoe.planning.problem import Topology
 from lrmoe.simulate.cluster import Calls
 from lrmoe.simulate.generators import Shape
 from lrmoe.simulate.published import EXPERTS, RANKS, TOKENS, TOP_K
-from lrmoe.simulate.replay import DTYPES, Question
+from lrmoe.simulate.replay import ACTIVATIONS, DTYPES, Question
 from lrmoe.simulate.replay_calls import SEED, generated_call, published_call, recorded_call
 from lrmoe.simulate.run import MODEL
 from lrmoe.simulate.scenario import Allowance, Layer
@@ -52,6 +52,7 @@ def make_question(
     dtype: str = "bf16",
     device: str | None = None,
     link: str | None = None,
+    activations: str = ACTIVATIONS[0],
     repeats: int = 3,
     workers: int | None = None,
 ) -> Question:
@@ -63,6 +64,7 @@ def make_question(
         slots, max_drop, estimator: of the systems. model: whose sizes; hidden: instead of the model's (on a CPU an
             eighth of it unless given).
         dtype: bf16, fp32 or fp64. device: cpu or cuda; None takes CUDA where it is.
+        activations: recompute or stash, of every system.
         workers: ranks that run at the same time; None: on a CPU as many as it has cores, on CUDA one.
         link: "third", a device of the hardware table, or bytes per second; None: "third" on a CPU, else h100.
 
@@ -100,6 +102,7 @@ def make_question(
         config=LRMoEConfig(max_drop=max_drop, estimator=estimator, seed=0 if seed is None else seed),
         dtype=dtype,
         device=where,
+        activations=activations,
         repeats=repeats,
         workers=_workers(where, topology.ranks) if workers is None else workers,
         link_bytes_per_s=_link(link, where),
@@ -192,14 +195,18 @@ def needed_bytes(question: Question) -> int:
     """About what a replay needs: weights, all tokens, routes of every system, fixed ownership's fullest ranks."""
     shape, counts_RE = question.layer.shape, question.calls.counts[-1]
     pairs, ranks = int(counts_RE.sum()), question.topology.ranks
-    fullest = int(counts_RE.sum(axis=0).reshape(ranks, -1).sum(axis=1).max())
-    row = (2 * shape.width + 5 * shape.hidden) * shape.element_bytes
+    load_E = counts_RE.sum(axis=0)
+    fullest, run = int(load_E.reshape(ranks, -1).sum(axis=1).max()), int(load_E.max())
+    row = 3 * shape.row_bytes + (
+        2 * shape.width * shape.element_bytes if question.activations == "stash" else 0
+    )
+    scratch = run * (6 * shape.width + 3 * shape.hidden) * shape.element_bytes
     tokens = 2 * shape.row_bytes * -(-pairs // question.layer.top_k)
     return (
         question.topology.experts * shape.weight_bytes
         + tokens
-        + fullest * row * question.workers
-        + 40 * pairs * (len(question.systems) + 1)
+        + (fullest * row + scratch) * question.workers
+        + 64 * pairs * (len(question.systems) + 1)
     )
 
 

@@ -117,7 +117,7 @@ def method(run: Run) -> str:
         f"Measured: {run.summary['measured']}. Modelled: {run.summary['modelled']} ({link(run)}). {s['call']}: "
         f"{s['ranks']} ranks, {s['experts']} experts, top-{s['top_k']}, {s['pairs']:,} pairs, fixed ownership's peak "
         f"{number(s['fixed_peak'], 4)}, {s['history']} calls of history. Rows of {s['hidden']} and experts of "
-        f"{s['expert_width']}, {s['dtype']}, {s['wire']}. Activations: {s['activations']}. {s['slots']} weight slots "
+        f"{s['expert_width']}, {s['dtype']}, {s['wire']}. Activations: {s['activations']} ({s['activations_mean']}). {s['slots']} weight slots "
         f"per rank beyond the home experts; estimator {s['estimator']}, score {s['score']}. megatron and lrmoe ran "
         f"{s['repeats']} times (median), others once."
     )

@@ -21,16 +21,17 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError, InfeasibleError
+from lrmoe.layer.experts import scratch
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies import get_policy
 from lrmoe.planning.problem import Problem, Topology
-from lrmoe.planning.seats import seats_of
+from lrmoe.planning.seats import Seats, seats_of
 from lrmoe.simulate.cluster import Calls, plans
 from lrmoe.simulate.measure import extra_slots
-from lrmoe.simulate.replay_data import Data, make_data
+from lrmoe.simulate.replay_data import Data, Source, make_data
 from lrmoe.simulate.replay_memory import Held, allocations
-from lrmoe.simulate.replay_rank import Rank, release_scratch
-from lrmoe.simulate.replay_routes import Backward, Wire, order_source, reroute, seat_index
+from lrmoe.simulate.replay_rank import Rank
+from lrmoe.simulate.replay_routes import Backward, Wire, order_by_expert, reroute, sending_order
 from lrmoe.simulate.replay_select import home_parts, select
 from lrmoe.simulate.replay_times import Times
 from lrmoe.simulate.scenario import Allowance, Layer, make_system
@@ -39,6 +40,7 @@ from lrmoe.simulate.summary import BASELINE
 OURS = "lrmoe"
 HALF = "drop0.5"  # lrmoe at that drop, beside the others
 _MERGING = threading.Lock()  # of what the ranks that run at the same time add to
+ACTIVATIONS = ("recompute", "stash")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 Progress = Callable[[str, int, int], None]
 
@@ -52,11 +54,13 @@ class Question:
         topology: ranks, experts, homes. layer: sizes of an expert in the compute dtype, experts per token.
         allowance: slots and drop of every system. config: estimator, score and seed of what prunes.
         dtype: a name of DTYPES. device: where everything runs. repeats: runs of megatron and lrmoe; others run once.
+        activations: of every system: "recompute" keeps nothing at the experts and sends inputs again in backward,
+            "stash" keeps rows and first projections.
         workers: ranks that run at the same time, each in a thread of its own; 1 on CUDA.
         link_bytes_per_s: of every rank; None: by the rule of replay_link.
 
     Raises:
-        ConfigError: megatron is missing, repeats below 1, workers out of range.
+        ConfigError: megatron is missing, unknown activations, repeats below 1, workers out of range.
     """
 
     systems: Sequence[str]
@@ -67,6 +71,7 @@ class Question:
     config: LRMoEConfig = field(default_factory=LRMoEConfig)
     dtype: str = "bf16"
     device: torch.device
+    activations: str = ACTIVATIONS[0]
     repeats: int = 3
     link_bytes_per_s: float | None = None
     workers: int = 1
@@ -74,6 +79,8 @@ class Question:
     def __post_init__(self) -> None:
         if BASELINE not in self.systems:
             raise ConfigError(f"systems={list(self.systems)}: needs {BASELINE}, which all are compared with")
+        if self.activations not in ACTIVATIONS:
+            raise ConfigError(f"activations={self.activations!r}: must be one of {', '.join(ACTIVATIONS)}")
         if self.repeats < 1:
             raise ConfigError(f"repeats={self.repeats}: must be at least 1")
         most = self.topology.ranks if self.device.type == "cpu" else 1
@@ -86,34 +93,32 @@ class Lane:
     """One system in a replay.
 
     Attributes:
-        name: as it is listed. plan: of the call. repeats: runs of every rank. times: measured so far.
-        forward: its pairs; kept: its backward.
+        name: as it is listed. plan: of the call; seats: its. repeats: runs of every rank. times: measured so far.
+        stash: whether rows and first projections stay for backward. forward: its pairs; kept: its backward.
         most: bytes of the fullest rank: "<pass>_subtotal" of experts, replicas and token buffers, "<pass>_memory" of
-            everything that was allocated, "backward_unpacked" the backward's subtotal had the whole stash stayed.
+            everything that was allocated.
         parts: pass -> part -> bytes of its subtotal.
         energy_dropped: share of squared scores that its backward leaves out.
     """
 
     name: str
     plan: LayerPlan
+    seats: Seats
     repeats: int
     times: Times
+    stash: bool
     forward: Wire
     kept: Backward
     most: dict[str, int] = field(default_factory=dict)
     parts: dict[str, Mapping[str, int]] = field(default_factory=dict)
     energy_dropped: float = 0.0
 
-    def fullest(self, side: str, held: Held, allocated: int, **more: int) -> None:
-        """Take one rank's bytes into the largest of all ranks; `more` by name."""
+    def fullest(self, side: str, held: Held, allocated: int) -> None:
+        """Take one rank's bytes into the largest of all ranks."""
         with _MERGING:
-            self._fullest(side, held, {f"{side}_memory": allocated, **more})
-
-    def _fullest(self, side: str, held: Held, sizes: Mapping[str, int]) -> None:
-        if held.most > self.most.get(f"{side}_subtotal", 0):
-            self.most[f"{side}_subtotal"], self.parts[side] = held.most, held.parts
-        for name, size in sizes.items():
-            self.most[name] = max(self.most.get(name, 0), size)
+            if held.most > self.most.get(f"{side}_subtotal", 0):
+                self.most[f"{side}_subtotal"], self.parts[side] = held.most, held.parts
+            self.most[f"{side}_memory"] = max(self.most.get(f"{side}_memory", 0), allocated)
 
 
 def replay(question: Question, progress: Progress | None = None) -> list[Lane]:
@@ -135,10 +140,16 @@ def replay(question: Question, progress: Progress | None = None) -> list[Lane]:
     )  # fmt: skip
     told = _Told(progress, question)
     with torch.no_grad(), _one_thread_each(device):
-        norm_R = _norms(data, question, told)
-        lanes = [_lane(data, question, name, plan, ms, norm_R, told) for name, plan, ms in _plans(question)]
+        order_R = [order_by_expert(s.ids_TK, data.counts_RE.shape[1], int(n)) for s, n in _sources(data)]
+        norm_R = _norms(data, question, order_R, told)
+        lanes = [_lane(data, question, planned, order_R, norm_R, told) for planned in _plans(question)]
         _each_rank(question, partial(_take_turns, data, lanes, told))
     return lanes
+
+
+def _sources(data: Data) -> Iterator[tuple[Source, int]]:
+    """Every source and how many pairs it has."""
+    return zip(data.sources, data.counts_RE.sum(axis=1).tolist(), strict=True)
 
 
 def _take_turns(data: Data, lanes: Sequence[Lane], told: _Told, rank: int) -> None:
@@ -153,7 +164,7 @@ def _each_rank(question: Question, work: Callable[[int], None]) -> None:
     """Do the work of every rank, `workers` ranks at a time, each in a thread of its own."""
 
     def one(rank: int) -> None:
-        with torch.no_grad():  # belongs to a thread
+        with torch.no_grad(), scratch.fresh():  # belong to a thread
             work(rank)
 
     with ThreadPoolExecutor(question.workers) as pool:
@@ -192,22 +203,21 @@ def _plans(question: Question) -> list[tuple[str, LayerPlan, float]]:
     return found
 
 
-def _norms(data: Data, question: Question, told: _Told) -> list[Tensor]:
+def _norms(data: Data, question: Question, order_R: Sequence[Tensor], told: _Told) -> list[Tensor]:
     """Norm of every pair's projection input, for each source in (expert, token) order; also warms the machine up."""
     topology = question.topology
     plan = get_policy(BASELINE)(Problem(counts_RE=data.counts_RE, topology=topology))
     seats, times = seats_of(plan), Times(data.device)
-    pair_R = [order_source(source.ids_TK, seats, rank)[0] for rank, source in enumerate(data.sources)]
-    wire = Wire(seats=seats, counts_RQ=seats.assign_RQ, pair_R=pair_R)
-    norm_R = [torch.empty(len(pair), device=data.device) for pair in pair_R]
+    wire = Wire(counts_RV=seats.assign_RQ, starts_R=seats.starts_R, pair_R=order_R)
+    norm_R = [torch.empty(len(pair), device=data.device) for pair in order_R]
 
     def run(home: int) -> None:
         told.one(f"warm-up, rank {home}")
-        one = Rank(data, wire, home, topology.experts_per_rank, times)
-        one.forward(norms=True)
+        one = Rank(data, seats, wire, home, topology.experts_per_rank, times)
+        one.forward(stash=False, norms=True)
         if one.norm_M is None:
             return
-        received = torch.empty_like(one.norm_M).index_copy_(0, wire.place(home, data.device), one.norm_M)
+        received = wire.layout(home, data.device).to_received(one.norm_M)
         parts = home_parts(data.counts_RE, home, norm_R)
         for part, norm in zip(parts, received.split([len(p) for p in parts]), strict=True):
             part.copy_(norm)
@@ -219,66 +229,60 @@ def _norms(data: Data, question: Question, told: _Told) -> list[Tensor]:
 def _lane(
     data: Data,
     question: Question,
-    name: str,
-    plan: LayerPlan,
-    plan_ms: float,
+    planned: tuple[str, LayerPlan, float],
+    order_R: Sequence[Tensor],
     norm_R: Sequence[Tensor],
     told: _Told,
 ) -> Lane:
     """Sort, score, select and re-route for all ranks, timed."""
+    name, plan, plan_ms = planned
     seats, times = seats_of(plan, homes=False), Times(data.device)
-    repeats = question.repeats if name in (BASELINE, OURS) else 1
+    repeats, stash = question.repeats if name in (BASELINE, OURS) else 1, question.activations == "stash"
     for _ in range(repeats):
         told.one(f"selection, {name}")
-        order_R, pair_R = [], []
-        for rank, source in enumerate(data.sources):
-            with times.phase("forward", rank, "sort"):
-                order, pair = order_source(source.ids_TK, seats, rank)
-            order_R.append(order)
-            pair_R.append(pair)
-            times.add("forward", rank, "plan", plan_ms)
-        forward = Wire(seats=seats, counts_RQ=seats.assign_RQ, pair_R=pair_R)
-        kept, energy = _backward(data, question, plan, forward, order_R, norm_R, times)
+        place_R = _send_order(data, seats, plan_ms, order_R, times)
+        weight_R, energy = None, 0.0
+        if not plan.exact:
+            selection = select(data, plan, question.config, order_R, norm_R, times)
+            weight_R, energy = selection.weight_R, selection.energy_dropped
+        kept = reroute(data, plan, seats, order_R, place_R, weight_R, times, stash=stash)
+    pair_R = [order if place is None else order[place] for order, place in zip(order_R, place_R, strict=True)]
+    forward = Wire(counts_RV=seats.assign_RQ, starts_R=seats.starts_R, pair_R=pair_R)
     return Lane(
-        name=name, plan=plan, repeats=repeats, times=times, forward=forward, kept=kept, energy_dropped=energy
-    )
+        name=name, plan=plan, seats=seats, repeats=repeats, times=times, stash=stash, forward=forward, kept=kept,
+        energy_dropped=energy,
+    )  # fmt: skip
 
 
-def _backward(
-    data: Data,
-    question: Question,
-    plan: LayerPlan,
-    forward: Wire,
-    order_R: Sequence[Tensor],
-    norm_R: Sequence[Tensor],
-    times: Times,
-) -> tuple[Backward, float]:
-    """Where kept pairs run in backward; the share of energy left out."""
-    if plan.exact:
-        return reroute(forward, None, times), 0.0
-    seats, selection = forward.seats, select(data, plan, question.config, order_R, norm_R, times)
-    weight_R = []
-    for rank, weight_N in enumerate(selection.weight_R):
-        with times.phase("backward", rank, "select_source"):
-            index = torch.from_numpy(seat_index(seats.assign_RQ[rank], seats.by_expert_Q))
-            weight_R.append(weight_N[index.to(data.device)])
-    return reroute(forward, weight_R, times), selection.energy_dropped
+def _send_order(
+    data: Data, seats: Seats, plan_ms: float, order_R: Sequence[Tensor], times: Times
+) -> list[Tensor | None]:
+    """Planning, sorting by expert and ordering by seat at every source, timed: its pairs' order of sending."""
+    found = []
+    for rank, (source, pairs) in enumerate(_sources(data)):
+        times.add("forward", rank, "plan", plan_ms)
+        with times.phase("forward", rank, "sort"):
+            order_by_expert(source.ids_TK, seats.topology.experts, pairs)
+        with times.phase("forward", rank, "order"):
+            place = sending_order(seats, rank, data.device)
+            if place is not None:
+                order_R[rank][place]
+        found.append(place)
+    return found
 
 
 def _run_rank(data: Data, lane: Lane, rank: int, *, first: bool) -> None:
     """Both passes of one rank; in the first run with what it had allocated, scratch included."""
     slots = lane.plan.topology.experts_per_rank + int(extra_slots(lane.plan)[rank])
-    if first:
-        release_scratch()
     with allocations(data.device) as counted:
-        one = Rank(data, lane.forward, rank, slots, lane.times)
-        one.forward(norms=not lane.plan.exact)
+        one = Rank(data, lane.seats, lane.forward, rank, slots, lane.times)
+        one.forward(stash=lane.stash, norms=not lane.plan.exact)
         if first:
             lane.fullest("forward", one.held, counted.most)
         counted.restart()
         one.backward(lane.kept)
         if first:
-            lane.fullest("backward", one.held, counted.most, backward_unpacked=one.unpacked)
+            lane.fullest("backward", one.held, counted.most)
         one.add_home(_returning(lane.plan, rank))
 
 

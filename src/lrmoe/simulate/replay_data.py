@@ -56,6 +56,21 @@ class Data:
         return int(self.sources[0].ids_TK.shape[1])
 
     @property
+    def ranks(self) -> int:
+        """R."""
+        return int(self.counts_RE.shape[0])
+
+    @property
+    def local(self) -> int:
+        """Experts of a home."""
+        return int(self.counts_RE.shape[1]) // self.ranks
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of factors of gradient rows and of sums."""
+        return torch.float64 if self.gate_up.dtype == torch.float64 else torch.float32
+
+    @property
     def device(self) -> torch.device:
         """Where everything lies."""
         return self.gate_up.device

@@ -2,7 +2,7 @@
 
 Every phase takes as long as the rank whose busier direction moves most bytes. There is no latency and no overlap.
 
-Shape letters: R ranks, E experts, Q seats.
+Shape letters: R ranks, E experts, V stands.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from lrmoe.planning.cost import rank_traffic, replica_copies
 from lrmoe.planning.memory import GRADIENT_BYTES, ExpertShape
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import FloatArray, IntArray
-from lrmoe.simulate.replay_routes import Wire
+from lrmoe.planning.seats import Seats
+from lrmoe.simulate.replay_routes import Backward
 
 _SCALAR = 4  # a score, norm, weight, position or dot product
-_COUNT = 8  # an expert's count in the all-gather before planning
+_COUNT = 8  # an expert's count in the all-gather before planning, a seat's before re-routing
 RULE = "a balanced layer's exchange takes one third of its time with nothing dropped"
 
 Bytes = dict[str, FloatArray]  # phase -> bytes of each rank's busier direction, (R,)
 
 
-def forward_bytes(plan: LayerPlan, wire: Wire, shape: ExpertShape, *, scored: bool) -> Bytes:
+def forward_bytes(plan: LayerPlan, seats: Seats, shape: ExpertShape, *, scored: bool) -> Bytes:
     """Bytes of the forward exchange, one row per pair.
 
     Args:
         scored: whether a norm per pair comes home beside the expert's output.
     """
-    rows_R, ranks = _rows(wire, wire.counts_RQ), plan.topology.ranks
+    rows_R, ranks = _rows(seats, seats.rank_Q, seats.assign_RQ), plan.topology.ranks
     gathered = float(_COUNT * plan.topology.experts * (ranks - 1))
     return {
         "plan": np.full(ranks, gathered),
@@ -40,32 +41,36 @@ def forward_bytes(plan: LayerPlan, wire: Wire, shape: ExpertShape, *, scored: bo
     }
 
 
-def backward_bytes(plan: LayerPlan, stay: Wire, moved: Wire, shape: ExpertShape, *, scored: bool) -> Bytes:
+def backward_bytes(
+    plan: LayerPlan, seats: Seats, kept: Backward, shape: ExpertShape, *, scored: bool
+) -> Bytes:
     """Bytes of the backward exchange: scores and weights of selection, kept rows out and home, replicas.
 
-    A gradient row has its scale beside it, of a pruned call also its position; a moved one its input. Replicas fetch
-    their weights again and send fp32 gradients home.
+    A gradient row has its scale beside it, and its position where rows are read from a stash of another order. Pairs
+    that are computed again carry their input. Replicas fetch their weights again and send fp32 gradients home.
     """
-    stay_R, moved_R = _rows(stay, stay.counts_RQ), _rows(moved, moved.counts_RQ)
-    beside = _SCALAR * (2 if scored else 1)
+    rank_V = np.repeat(np.arange(plan.topology.ranks), np.diff(kept.wire.starts_R))
+    rows_R = _rows(seats, rank_V, kept.wire.counts_RV)
+    again_R = np.zeros_like(rows_R) if kept.again is None else _rows(seats, rank_V, kept.again.counts_RV)
+    beside = _SCALAR * (1 if kept.position_R is None else 2)
     gradients = shape.params * GRADIENT_BYTES
     found = {
-        "exchange": (stay_R + moved_R) * (shape.row_bytes + beside) + moved_R * shape.row_bytes,
-        "return": (stay_R + moved_R) * (shape.row_bytes + _SCALAR),
+        "exchange": rows_R * (shape.row_bytes + beside) + again_R * shape.row_bytes,
+        "return": rows_R * (shape.row_bytes + _SCALAR),
         "replicas": _copies(plan, plan.moved.refetch_R) * shape.weight_bytes
         + _copies(plan, plan.moved.return_R) * gradients,
     }
     if scored:
         homes = rank_traffic(plan.topology, plan.topology.home_E, plan.counts_RE).sum(axis=0)
-        seats = 4 * stay.counts_RQ.shape[1] * (plan.topology.ranks - 1)
         found["select"] = homes * 2 * _SCALAR
-        found["reroute"] = np.full(plan.topology.ranks, float(seats))
+        table = float(_COUNT * seats.expert_Q.size * (plan.topology.ranks - 1))
+        found["reroute"] = np.full(plan.topology.ranks, table)
     return found
 
 
-def _rows(wire: Wire, counts_RQ: IntArray) -> FloatArray:
+def _rows(seats: Seats, rank_V: IntArray, counts_RV: IntArray) -> FloatArray:
     """Rows in each rank's busier direction, over links inside and between nodes alike."""
-    found: FloatArray = rank_traffic(wire.seats.topology, wire.seats.rank_Q, counts_RQ).sum(axis=0)
+    found: FloatArray = rank_traffic(seats.topology, rank_V, counts_RV).sum(axis=0)
     return found
 
 

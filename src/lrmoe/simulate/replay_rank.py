@@ -1,261 +1,215 @@
 """What one rank really does in a replayed call: pack, grouped products, unpack, forward and backward.
 
-Rows run in blocks that stay in cache, with the layer's own experts. After selection the kept rows of the stash are
-packed block by block and what is left out is freed, before gradient rows arrive.
+The steps are the layer's, with its own experts and its own blocks, over rows read by index: activations "stash" keeps
+rows and first projections where they lie until backward has ended; "recompute" keeps nothing at the experts, and
+backward sends the kept pairs' inputs again. Scratch is that of a call under a byte budget: new for each use.
 
-Shape letters: T tokens, H hidden, I expert width, N pairs of a source, M rows of a rank, P kept pairs of a source,
-S weight slots of a rank.
+Shape letters: T tokens, H hidden, I expert width, N pairs of a source, M rows of a rank, P kept pairs of a source, L
+home seats, F foreign slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lrmoe.layer import experts
-from lrmoe.layer.experts import Rows, WeightGrads, Weights, experts_backward, experts_forward
-from lrmoe.layer.routing import token_entries
-from lrmoe.ops import Workspace, combine, gather_rows
-from lrmoe.planning.problem import IntArray
+from lrmoe.layer.experts import Needs, Rows, WeightGrads, Weights, experts_backward, experts_forward, scratch
+from lrmoe.layer.routing import Layout, token_entries
+from lrmoe.ops import combine, gather_rows
+from lrmoe.planning.seats import Seats
 from lrmoe.simulate.replay_data import Data
 from lrmoe.simulate.replay_memory import Held
 from lrmoe.simulate.replay_routes import Backward, Wire
 from lrmoe.simulate.replay_times import Times
 
-BLOCK_ROWS = {"cpu": 4096, "cuda": 131072}
 ACTIVATION = "silu"
 
-_scratch = Workspace()
 
-
-def release_scratch() -> None:
-    """Give scratch back, so that the next run allocates what it needs."""
-    _scratch.release()
-    experts.release_scratch()
-
-
-@dataclass(frozen=True)
-class Block:
-    """Consecutive rows: `at` among the rank's rows, `seats` that they belong to, rows of each of them."""
-
-    seats: slice
-    at: slice
-    counts: tuple[int, ...]
-
-
-def cut(segments: Sequence[int], limit: int) -> Iterator[Block]:
-    """Cut rows, seat after seat, into blocks of `limit` rows (the last may have fewer)."""
-    ends = np.cumsum(np.asarray(segments, dtype=np.int64))
-    total = int(ends[-1]) if len(ends) else 0
-    for begin in range(0, total, limit):
-        end = min(begin + limit, total)
-        first = int(np.searchsorted(ends, begin, side="right"))
-        last = int(np.searchsorted(ends, end, side="left"))
-        inside = np.clip(ends[first : last + 1], begin, end)
-        yield Block(slice(first, last + 1), slice(begin, end), tuple(np.diff(inside, prepend=begin).tolist()))
+def owned(seats: Seats) -> bool:
+    """Whether every rank has seats for all its home experts: their weights lie there, only foreign ones need slots."""
+    return int((~seats.foreign_Q).sum()) == seats.topology.experts
 
 
 class Rank:
-    """One rank's call: `forward`, then `backward`.
+    """One rank's call: `forward`, then `backward`, both in `scratch.fresh()`.
 
     Attributes:
         held: bytes it holds. y_MH, norm_M: of the last forward, rows in received order, norms in (seat, source, token)
-            order. grads: fp32 weight gradients of its seats after backward. dx: input gradients of its rows in
-            received order, of pairs that stay and that move. unpacked: the most bytes held in backward, had the whole
-            stash stayed.
+            order. grads: of its seats after backward: of home seats in the compute dtype, of others in that of sums.
+            dx: input gradients of its rows in received order.
     """
 
-    def __init__(self, data: Data, forward: Wire, rank: int, slots: int, times: Times) -> None:
+    def __init__(self, data: Data, seats: Seats, forward: Wire, rank: int, slots: int, times: Times) -> None:
         self._data, self._wire, self._rank, self._times = data, forward, rank, times
         self._source = data.sources[rank]
         self.y_MH: Tensor | None = None
         self.norm_M: Tensor | None = None
-        self._place: Tensor | None = None
         self.held = Held()
-        seats = forward.seats
-        held = torch.from_numpy(seats.expert_Q[seats.of(rank)]).to(data.device)
-        self._gate_up = data.gate_up.new_empty((slots, *data.gate_up.shape[1:]))
-        self._down = data.down.new_empty((slots, *data.down.shape[1:]))
-        torch.index_select(data.gate_up, 0, held, out=self._gate_up[: len(held)])
-        torch.index_select(data.down, 0, held, out=self._down[: len(held)])
-        self.held.add("weights", self._gate_up, self._down)
+        self._weights = _seated(data, seats, rank, slots)
+        self.held.add("weights", self._weights.gate_up, self._weights.down)
+        self.held.add("replicas", *_given(self._weights.slot_gate_up, self._weights.slot_down))
 
-    def _limit(self) -> int:
-        return BLOCK_ROWS[self._data.device.type]
+    def forward(self, *, stash: bool, norms: bool) -> None:
+        """pack -> dispatch (handed over) -> experts -> combine.
 
-    def _placed(self) -> Tensor:
-        assert self._place is not None, "inputs lie in received order until they are packed"
-        return self._place
-
-    def _weights(self, seats: slice) -> Weights:
-        return Weights(gate_up=self._gate_up[seats], down=self._down[seats], activation=ACTIVATION)
-
-    def forward(self, *, norms: bool) -> None:
-        """pack -> dispatch (handed over) -> experts -> combine."""
+        Args:
+            stash: keep rows and first projections. norms: keep norms of the second projection's inputs.
+        """
         data, wire, rank, held = self._data, self._wire, self._rank, self.held
         pair_N = wire.pair_R[rank]
-        with self._times.phase("forward", rank, "pack"):
-            send = self._pack(self._source.x_TH, pair_N // data.slots)
+        send = self._pack("forward", self._source.x_TH, pair_N)
         held.add("send", send)
-        self._x = wire.receive(rank, [s.x_TH for s in data.sources], data.slots)
-        held.add("dispatched", self._x)
+        x_MH = wire.receive(rank, [s.x_TH for s in data.sources], data.slots)
+        held.add("dispatched", x_MH)
         held.drop("send")
+        del send
+        with self._times.phase("forward", rank, "plan_layout"):
+            layout = wire.layout(rank, data.device)
         with self._times.phase("forward", rank, "experts"):
-            y_MH = self._experts(norms)
-        held.add("stash", *self._h)
+            y_MH = scratch.take("outputs", (layout.received, x_MH.shape[1]), x_MH)
+            self._h, self.norm_M = experts_forward(
+                self._weights, Rows(source=x_MH, index_M=layout.row_M), layout.segments_S, out=y_MH,
+                out_index=layout.row_M, stash=stash, norms=norms,
+            )  # fmt: skip
+        held.add("stash", *_given(self._h))
         held.add("outputs", y_MH)
-        self.y_MH, y_NH = y_MH, _home(y_MH, len(pair_N))
+        keeps = stash or data.ranks == 1
+        self._x, self.y_MH = x_MH if keeps else None, y_MH
+        if not keeps:
+            held.drop("dispatched")
+        del x_MH
+        y_NH = _home(y_MH, len(pair_N))
         held.add("outputs", y_NH)
         with self._times.phase("forward", rank, "combine"):
             self._sum(y_NH, pair_N, self._source.alpha_TK)
         held.drop("outputs")
-
-    def _experts(self, norms: bool) -> Tensor:
-        """All rows through their experts, block after block; the stash of each block is kept."""
-        place = self._wire.place(self._rank, self._data.device)
-        y_MH, norm = torch.empty_like(self._x), []
-        self._blocks, self._h = list(cut(self._wire.segments(self._rank), self._limit())), []
-        for block in self._blocks:
-            h, norm_B = experts_forward(
-                self._weights(block.seats),
-                Rows(source=self._x, index_M=place[block.at]),
-                block.counts,
-                out=y_MH,
-                out_index=place[block.at],
-                stash=True,
-                norms=norms,
-            )
-            self._h += [] if h is None else [h]
-            norm += [] if norm_B is None else [norm_B]
-        self._place, self.norm_M = place, torch.cat(norm) if norm else None
-        return y_MH
+        if norms:
+            held.add("stash", torch.empty(len(pair_N), dtype=torch.float32, device=data.device))
 
     def backward(self, kept: Backward) -> None:
-        """Pack kept rows of stash and gradients, exchange (handed over), experts' backward, return."""
+        """Pack gradient rows and inputs, exchange (handed over), experts' backward, return."""
         data, rank, held, times = self._data, self._rank, self.held, self._times
         self.y_MH = self.norm_M = None
         held.restart()
-        before = held.size("stash", "dispatched")
-        if kept.kept_R is not None:
-            with times.phase("backward", rank, "positions"):
-                position_M, ends = self._positions(kept)
-            with times.phase("backward", rank, "pack_stash"):
-                self._compact(position_M, ends)
-        wires = [wire for wire in (kept.stay, kept.moved) if wire is kept.stay or wire.counts_RQ.any()]
-        pair_P = torch.cat([wire.pair_R[rank] for wire in wires])
-        with times.phase("backward", rank, "pack"):
-            send = self._pack(self._source.g_TH, pair_P // data.slots)
-            again = self._pack_again(kept.moved)
-        held.add("send", send, *again)
-        ready = [self._arrive(wire, wire is kept.moved) for wire in wires]
-        held.drop("send")
-        self._accumulate_into()
-        self.dx = [torch.empty_like(g) for g, *_ in ready]
-        held.add("backward", *self.dx)
+        self._take_grads(add=kept.again is not None and not kept.all_carried)
+        with times.phase("backward", rank, "layout"):
+            layout = kept.wire.layout(rank, data.device)
+        g = self._arrive(kept.wire, [s.g_TH for s in data.sources], layout)
+        columns = self._columns(kept, layout)
+        x = None if kept.again is None else self._arrive_again(kept.again)
+        self.dx = scratch.take("dx", (layout.received, data.shape.hidden), g.source)
+        held.add("backward", self.dx)
         with times.phase("backward", rank, "experts_backward"):
-            self.dot = [
-                self._run(wire, *one, dx) for wire, one, dx in zip(wires, ready, self.dx, strict=True)
-            ]
-        del ready
-        held.replace("backward", *self.dx)
-        dx_PH = _home(send, len(pair_P))
+            self.dot = self._experts(kept, layout, g, x, columns)
+        held.replace("backward", self.dx)
+        del g, x
+        pair_P = kept.wire.pair_R[rank]
+        dx_PH = _home(self.dx, len(pair_P))
         held.add("backward", dx_PH)
         with times.phase("backward", rank, "return"):
+            layout.to_received(self.dot)
             self._sum(dx_PH, pair_P, None)
             self._return_alpha(pair_P)
-        self.unpacked = held.most + before - held.size("stash", "dispatched")
 
     def add_home(self, copies: int) -> None:
-        """Add so many experts' gradients, as foreign seats send them home, to fp32 sums: their home's part."""
+        """Add so many experts' gradients, as foreign seats send them home, to their home's: sums in fp32."""
         if not copies:
             return
-        total, arriving = ([torch.ones_like(grad[:1]) for grad in self.grads] for _ in range(2))
+        found = [t[0] for t in _given(*self.grads) if len(t)][:2]
+        total = [torch.zeros_like(home, dtype=self._data.scale_dtype) for home in found]
+        arriving = [torch.ones_like(into) for into in total]
         with self._times.phase("backward", self._rank, "replicas"):
             for _ in range(copies):
-                for into, grad in zip(total, arriving, strict=True):
-                    into.add_(grad)
+                for into, grad, home in zip(total, arriving, found, strict=True):
+                    home.copy_(into.copy_(home).add_(grad))
 
-    def _pack(self, table_TH: Tensor, token_N: Tensor) -> Tensor:
-        out = _scratch.take("send", (len(token_N), table_TH.shape[1]), table_TH)
-        return gather_rows(table_TH, token_N, out=out)
+    @property
+    def grads(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """gate_up and down of home seats, then of slots; a slot beyond the seats means nothing."""
+        found = self._grads
+        return found.gate_up, found.down, found.slot_gate_up, found.slot_down
 
-    def _pack_again(self, moved: Wire) -> list[Tensor]:
-        """Inputs of pairs that move: they are computed again where they go."""
-        pair = moved.pair_R[self._rank]
-        return [gather_rows(self._source.x_TH, pair // self._data.slots)] if len(pair) else []
+    def _pack(self, side: str, table_TH: Tensor, pair_N: Tensor) -> Tensor:
+        with self._times.phase(side, self._rank, "pack"):
+            token_N = pair_N // self._data.slots
+            out = scratch.take("send", (len(token_N), table_TH.shape[1]), table_TH)
+            return gather_rows(table_TH, token_N, out=out)
 
-    def _positions(self, kept: Backward) -> tuple[Tensor, IntArray]:
-        """Kept rows among the rank's rows, int64 (Q,), and how many lie before each end of a block or seat."""
-        assert kept.kept_R is not None
-        mask_M = torch.cat(self._wire.part(self._rank, kept.kept_R))[self._placed()]
-        position = mask_M.nonzero()[:, 0]
-        ends = torch.tensor([block.at.stop for block in self._blocks], dtype=torch.int64)
-        return position, torch.searchsorted(position, ends.to(position.device)).cpu().numpy()
-
-    def _compact(self, position_M: Tensor, ends: IntArray) -> None:
-        """Keep the kept rows of stash and inputs; one block's left-out rows are freed before the next is packed."""
-        begin = 0
-        for i, (block, end) in enumerate(zip(self._blocks, ends.tolist(), strict=True)):
-            self._h[i] = gather_rows(self._h[i], position_M[begin:end] - block.at.start)
-            self.held.replace("stash", *self._h)
-            begin = end
-        x = gather_rows(self._x, self._placed()[position_M])
-        self.held.add("dispatched", x)
-        self._x, self._place = x, None
-        self.held.replace("dispatched", x)
-
-    def _arrive(self, wire: Wire, again: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradient rows, their scales in (seat, source, token) order, the order itself, and inputs sent again."""
-        data, rank = self._data, self._rank
-        g = wire.receive(rank, [s.g_TH for s in data.sources], data.slots)
-        place = wire.place(rank, data.device)
-        scale = wire.receive_scale(rank, [s.alpha_TK for s in data.sources])[place]
-        x = wire.receive(rank, [s.x_TH for s in data.sources], data.slots) if again else None
-        self.held.add("backward", g, *([] if x is None else [x]))
-        return g, scale, place, x
-
-    def _accumulate_into(self) -> None:
-        self.grads = tuple(
-            torch.zeros(w.shape, dtype=_sum_dtype(w), device=w.device) for w in (self._gate_up, self._down)
+    def _take_grads(self, *, add: bool) -> None:
+        """Buffers as the layer takes them in a call of one part."""
+        wide = self._data.scale_dtype
+        self._grads = WeightGrads.like(
+            self._weights,
+            Needs(gate_up=True, down=True),
+            home=self._weights.gate_up.dtype,
+            slots=wide,
+            zero=add,
         )
-        self.held.add("grads", *self.grads)
+        self._add = add
+        self.held.add("grads", *_given(self._grads.gate_up, self._grads.down))
+        self.held.add("replicas", *_given(self._grads.slot_gate_up, self._grads.slot_down))
+
+    def _arrive(self, wire: Wire, table_R: Sequence[Tensor], layout: Layout) -> Rows:
+        """Rows of tokens packed here, and those that arrive; (seat, source, token) order by index."""
+        send = self._pack("backward", table_R[self._rank], wire.pair_R[self._rank])
+        self.held.add("send", send)
+        rows = wire.receive(self._rank, table_R, self._data.slots)
+        self.held.add("backward", rows)
+        self.held.drop("send")
+        return Rows(source=rows, index_M=layout.row_M)
+
+    def _arrive_again(self, again: Wire) -> Rows:
+        """Inputs of the pairs that carry them."""
+        with self._times.phase("backward", self._rank, "layout_again"):
+            layout = again.layout(self._rank, self._data.device)
+        return self._arrive(again, [s.x_TH for s in self._data.sources], layout)
+
+    def _columns(self, kept: Backward, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """Scales and positions of the rows, in (seat, source, token) order."""
+        scale = torch.cat(kept.wire.part(self._rank, kept.scale_R))
+        at = kept.position_R
+        position = None if at is None else torch.cat(kept.wire.part(self._rank, at))
+        with self._times.phase("backward", self._rank, "columns"):
+            return layout.to_seats(scale), None if position is None else layout.to_seats(position)
+
+    def _experts(
+        self,
+        kept: Backward,
+        layout: Layout,
+        g: Rows,
+        again: Rows | None,
+        columns: tuple[Tensor, Tensor | None],
+    ) -> Tensor:
+        """Experts' backward of pairs that stayed, then of those that carry their input: dots in row order."""
+        seats, dots = len(layout.segments_S) // 2, []
+        staying = sum(layout.segments_S[:seats])
+        if not kept.all_carried:
+            x, h = self._kept_inputs(columns[1], staying)
+            dots.append(self._run(layout, layout.segments_S[:seats], slice(0, staying), x, h, g, columns[0]))
+        if again is not None:
+            at = slice(staying, layout.received)
+            dots.append(self._run(layout, layout.segments_S[seats:], at, again, None, g, columns[0]))
+        return dots[0] if len(dots) == 1 else torch.cat(dots)
 
     def _run(
-        self, wire: Wire, g: Tensor, scale: Tensor, place: Tensor, again: Tensor | None, dx: Tensor
+        self, layout: Layout, counts: list[int], at: slice, x: Rows, h: Rows | None, g: Rows, scale: Tensor
     ) -> Tensor:
-        """Experts' backward, block after block; the dot products of the rows with their outputs' gradients."""
-        dots = []
-        for block, x, h in self._kept_blocks(wire, place, again):
-            into = WeightGrads(gate_up=self.grads[0][block.seats], down=self.grads[1][block.seats])
-            dot = experts_backward(
-                self._weights(block.seats), x, h, Rows(source=g, index_M=place[block.at]), scale[block.at],
-                block.counts, dx=dx, dx_index=place[block.at], grads=into, add=True,
-            )  # fmt: skip
-            dots.append(dot)
-        return torch.cat(dots) if dots else scale
+        index = None if layout.row_M is None else layout.row_M[at]
+        return experts_backward(
+            self._weights, x, h, g.part(at), scale[at], counts, dx=self.dx if index is not None else self.dx[at],
+            dx_index=index, grads=self._grads, add=self._add,
+        )  # fmt: skip
 
-    def _kept_blocks(
-        self, wire: Wire, place: Tensor, again: Tensor | None
-    ) -> Iterator[tuple[Block, Rows, Rows | None]]:
-        """Blocks of kept rows with inputs and stash: as they lie, compacted, or inputs alone."""
-        segments = wire.segments(self._rank)
-        if again is not None:
-            for block in cut(segments, self._limit()):
-                yield block, Rows(source=again, index_M=place[block.at]), None
-            return
-        begin = 0
-        for h in self._h:
-            block = _between(segments, begin, begin + len(h))
-            begin += len(h)
-            if not len(h):
-                continue
-            index = None if self._place is None else self._place[block.at]
-            source = self._x if index is not None else self._x[block.at]
-            yield block, Rows(source=source, index_M=index), Rows(source=h, index_M=None)
+    def _kept_inputs(self, position_M: Tensor | None, staying: int) -> tuple[Rows, Rows | None]:
+        """Inputs and first projections of the pairs that stayed, where forward left them."""
+        assert self._x is not None, "rows that stayed were kept"
+        row_M = self._wire.layout(self._rank, self._data.device).row_M
+        received = None if position_M is None else position_M[:staying].long()
+        at = received if row_M is None or received is None else _inverse(row_M)[received]
+        x = Rows(source=self._x, index_M=row_M if received is None else received)
+        return x, None if self._h is None else Rows(source=self._h, index_M=at)
 
     def _sum(self, rows: Tensor, pair_P: Tensor, alpha_TK: Tensor | None) -> Tensor:
         """Rows that came home, summed per token; weighed where routing weights are given."""
@@ -271,19 +225,34 @@ class Rank:
         return grad
 
 
-def _between(segments: Sequence[int], begin: int, end: int) -> Block:
-    """Rows begin..end as a block."""
-    ends = np.cumsum(np.asarray(segments, dtype=np.int64))
-    first = int(np.searchsorted(ends, begin, side="right"))
-    last = max(int(np.searchsorted(ends, end, side="left")), first)
-    inside = np.clip(ends[first : last + 1], begin, end)
-    return Block(slice(first, last + 1), slice(begin, end), tuple(np.diff(inside, prepend=begin).tolist()))
+def _seated(data: Data, seats: Seats, rank: int, slots: int) -> Weights:
+    """Weights of a rank's seats: its own experts' where they lie, and slots for the others, some perhaps empty."""
+    homes = data.local if owned(seats) else 0
+    expert_S = torch.from_numpy(seats.expert_Q[seats.of(rank)]).to(data.device)
+
+    def buffer(table: Tensor, size: int, expert_F: Tensor) -> Tensor:
+        out = table.new_empty((size, *table.shape[1:]))
+        torch.index_select(table, 0, expert_F, out=out[: len(expert_F)])
+        return out
+
+    tables = (data.gate_up, data.down)
+    home = [buffer(table, homes, expert_S[:homes]) for table in tables]
+    spare = [buffer(table, slots - homes, expert_S[homes:]) if slots > homes else None for table in tables]
+    return Weights(
+        gate_up=home[0], down=home[1], activation=ACTIVATION, slot_gate_up=spare[0], slot_down=spare[1]
+    )
+
+
+def _inverse(order_M: Tensor) -> Tensor:
+    found = torch.empty_like(order_M)
+    found[order_M] = torch.arange(order_M.shape[0], device=order_M.device)
+    return found
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _home(like: Tensor, rows: int) -> Tensor:
     """Stands for rows that came home: of the right size, every page written, values that nobody reads."""
     return like.new_full((rows, like.shape[1]), 0.5)
-
-
-def _sum_dtype(weight: Tensor) -> torch.dtype:
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32

@@ -1,57 +1,59 @@
-"""Which pair travels where in a replayed call: forward, and in backward the kept pairs that stay and that move.
+"""Which pair travels where in a replayed call: forward, and in backward the kept pairs.
 
-Rows lie as the runtime lays them: a source sends seat after seat, tokens in order; a rank receives source after source
-and computes in the order (seat, source, token).
+Rows lie as the runtime lays them: a source sends seat after seat (in backward stand after stand), tokens in order; a
+rank receives source after source and computes in the order (seat, source, token). Orders, moves and positions are the
+layer's own; what its ranks would gather from each other is handed over.
 
-Shape letters: R ranks (and sources), E experts, Q seats, N pairs of a source, M rows of a rank, H hidden.
+Shape letters: R ranks (and sources), E experts, Q seats, V seats or stands of a pass (see planning.cells), N pairs of a
+source by expert, P kept pairs of a source, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lrmoe.layer.routing import expert_order, sort_pairs
+from lrmoe.layer.call import Call
+from lrmoe.layer.choice import in_order
+from lrmoe.layer.reroute import Route
+from lrmoe.layer.reroute import reroute as layer_reroute
+from lrmoe.layer.routing import Layout, sort_pairs
 from lrmoe.ops import gather_rows
-from lrmoe.planning.cells import ranges
+from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.seats import Seats
-from lrmoe.planning.transfers import Transfers, transfers
+from lrmoe.simulate.replay_data import Data
 from lrmoe.simulate.replay_times import Times
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Wire:
-    """Pairs that every source sends to every seat.
+    """Pairs that every source sends to every seat or stand.
 
     Attributes:
-        seats: of the plan. counts_RQ: int64 (R, Q). pair_R: for each source its flat pair ids, seat after seat.
-        weight_R: fp32 factors (1/pi) beside them, or None for 1.
+        counts_RV: int64 (R, V). starts_R: int64 (R + 1,), first seat or stand of every rank.
+        pair_R: for each source its flat pair ids in the order of sending.
     """
 
-    seats: Seats
-    counts_RQ: IntArray
+    counts_RV: IntArray
+    starts_R: IntArray
     pair_R: Sequence[Tensor]
-    weight_R: Sequence[Tensor] | None = None
 
-    def segments(self, rank: int) -> list[int]:
-        """Rows of each seat of a rank."""
-        rows: list[int] = self.counts_RQ[:, self.seats.of(rank)].sum(axis=0).tolist()
-        return rows
-
-    def place(self, rank: int, device: torch.device) -> Tensor:
-        """For each row in (seat, source, token) order its place in received order, int64 (M,)."""
-        return torch.from_numpy(expert_order(self.counts_RQ[:, self.seats.of(rank)])).to(device)
+    def layout(self, rank: int, device: torch.device) -> Layout:
+        """As the runtime lays the pairs of a rank."""
+        return Layout.build(self.counts_RV, self.starts_R, rank, device)
 
     def part(self, rank: int, values_R: Sequence[Tensor]) -> list[Tensor]:
         """Of values in the order of sending, each source's part for a rank."""
-        at = self.seats.of(rank)
-        begin_R = self.counts_RQ[:, : at.start].sum(axis=1)
-        end_R = begin_R + self.counts_RQ[:, at].sum(axis=1)
+        first, last = (int(self.starts_R[r]) for r in (rank, rank + 1))
+        begin_R = self.counts_RV[:, :first].sum(axis=1)
+        end_R = begin_R + self.counts_RV[:, first:last].sum(axis=1)
         return [v[int(b) : int(e)] for v, b, e in zip(values_R, begin_R, end_R, strict=True)]
 
     def receive(self, rank: int, table_R: Sequence[Tensor], slots: int) -> Tensor:
@@ -64,121 +66,123 @@ class Wire:
             gather_rows(table_TH, pair // slots, out=out[begin:end])
         return out
 
-    def receive_scale(self, rank: int, alpha_R: Sequence[Tensor]) -> Tensor:
-        """Routing weight times 1/pi of the rows of a rank, fp32 (M,) in received order."""
-        scale = torch.cat(
-            [
-                alpha.reshape(-1)[pair]
-                for alpha, pair in zip(alpha_R, self.part(rank, self.pair_R), strict=True)
-            ]
-        )
-        return scale if self.weight_R is None else scale * torch.cat(self.part(rank, self.weight_R))
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Backward:
-    """The kept pairs of a call. `stay` run where forward ran them, `moved` elsewhere.
+    """The kept pairs of a call.
 
     Attributes:
-        kept_R: for each source whether a pair of its forward stays, bool (N,) in the order of sending; None: all do.
+        wire: their stands, (rank, stay before carry, seat). scale_R: for each source their routing weights times 1/pi
+            in the dtype of sums, (P,). position_R: int32 (P,) each, where forward left a pair's rows; None where they
+            lie as forward laid them, or nothing was kept.
+        again: of them the pairs that carry their input and are computed again; None where no pair does.
+        all_carried: whether every pair carries its input. moved: pairs that run elsewhere than forward did.
     """
 
-    stay: Wire
-    moved: Wire
-    kept_R: Sequence[Tensor] | None
+    wire: Wire
+    scale_R: Sequence[Tensor]
+    position_R: Sequence[Tensor] | None
+    again: Wire | None
+    all_carried: bool
+    moved: int
 
 
-def seat_index(counts_Q: IntArray, by_expert_Q: IntArray) -> IntArray:
-    """For each row in seat order its place among a source's rows in (expert, rank) order, int64 (N,)."""
-    count = counts_Q[by_expert_Q]
-    start_Q = np.empty_like(counts_Q)
-    start_Q[by_expert_Q] = np.cumsum(count) - count
-    return ranges(start_Q, counts_Q)
+def order_by_expert(ids_TK: Tensor, experts: int, pairs: int) -> Tensor:
+    """A source's flat pair ids in the order (expert, token), int64 (N,)."""
+    return sort_pairs(ids_TK, experts)[0][:pairs]
 
 
-def order_source(ids_TK: Tensor, seats: Seats, rank: int) -> tuple[Tensor, Tensor]:
-    """A source's flat pair ids in the order (expert, token) and in the order of sending, int64 (N,) each."""
-    order = sort_pairs(ids_TK, seats.topology.experts)[0][: int(seats.assign_RQ[rank].sum())]
-    index = seat_index(seats.assign_RQ[rank], seats.by_expert_Q)
-    return order, order[torch.from_numpy(index).to(order.device)]
+def sending_order(seats: Seats, rank: int, device: torch.device) -> Tensor | None:
+    """Positions, among a source's pairs by expert, in the order of sending; None where both are the same."""
+    if not seats.spread:
+        return None
+    return torch.sort(in_order(seats, rank, device), stable=True).indices
 
 
-def kept_per_seat(weight_N: Tensor, counts_Q: IntArray) -> tuple[Tensor, IntArray]:
-    """Positions of kept pairs in the order of sending, int64 (P,), and how many each seat has, int64 (Q,)."""
-    kept = weight_N > 0
-    total = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
-    end = torch.from_numpy(np.cumsum(counts_Q)).to(weight_N.device)
-    reached = total[end].cpu().numpy()
-    position = (
-        torch.nonzero_static(kept, size=int(reached[-1])).squeeze(1) if kept.is_cuda else kept.nonzero()[:, 0]
-    )
-    return position, np.diff(reached, prepend=0)
-
-
-def split_source(position_P: Tensor, moves: Transfers, rank: int) -> tuple[Tensor, Tensor]:
-    """A source's kept positions that stay, in seat order, and those that move, in the order of their new seats."""
-    mine = moves.source_X == rank
-    pairs, to = moves.pairs_X[mine], moves.to_X[mine]
-    begins, stay = np.cumsum(pairs) - pairs, to == moves.from_X[mine]
-    away = np.flatnonzero(~stay)
-    away = away[np.argsort(to[away], kind="stable")]
-    stays, leaves = (
-        torch.from_numpy(ranges(begins[some], pairs[some])).to(position_P.device) for some in (stay, away)
-    )
-    return position_P[stays], position_P[leaves]
-
-
-def reroute(forward: Wire, weight_R: Sequence[Tensor] | None, times: Times) -> Backward:
+def reroute(
+    data: Data,
+    plan: LayerPlan,
+    seats: Seats,
+    order_R: Sequence[Tensor],
+    place_R: Sequence[Tensor | None],
+    weight_R: Sequence[Tensor] | None,
+    times: Times,
+    *,
+    stash: bool,
+) -> Backward:
     """Where every source's kept pairs run in backward.
 
     Args:
-        weight_R: for each source 1/pi in the order of sending, 0 of what is left out; None: all are kept.
-        times: phase "reroute" of every rank goes here.
+        order_R: each source's pairs by expert; place_R: its order of sending in forward.
+        weight_R: for each source fp32 (N,) 1/pi, 0 of what is left out; None: all are kept.
+        times: phase "reroute" of every rank goes here, and the order of what it sends to "pack".
+        stash: whether rows and first projections stayed at their seats.
     """
-    seats = forward.seats
-    if weight_R is None:
-        if np.array_equal(forward.counts_RQ.sum(axis=0), seats.backward_Q):
-            return Backward(stay=forward, moved=_nothing(forward), kept_R=None)
-        weight_R = [torch.ones(len(pair), device=pair.device) for pair in forward.pair_R]
-    found = []
-    for rank, weight_N in enumerate(weight_R):
+    table = _kept_table(seats, place_R, weight_R)
+    routes, pair_R, scale_R = [], [], []
+    for rank, source in enumerate(data.sources):
+        weight_N = None if weight_R is None else weight_R[rank]
+        call = _call(plan, seats, rank, table, stash=stash)
         with times.phase("backward", rank, "reroute"):
-            found.append(kept_per_seat(weight_N, seats.assign_RQ[rank]))
-    kept_RQ = np.stack([kept_Q for _, kept_Q in found])
-    halves = []
-    for rank, (position_P, _) in enumerate(found):
-        with times.phase("backward", rank, "moves"):
-            moves = transfers(kept_RQ, seats)
-            halves.append(split_source(position_P, moves, rank))
-    stay_RQ, moved_RQ = (moves.table(*kept_RQ.shape, stay=stay) for stay in (True, False))
-    stays, leaves = ([half[side] for half in halves] for side in (0, 1))
+            route = layer_reroute(call, place_R[rank], weight_N, data.device)
+        with times.phase("backward", rank, "order"):
+            alpha_N = source.alpha_TK.reshape(-1)[order_R[rank]].to(data.scale_dtype)
+            scale_N = alpha_N if weight_N is None else alpha_N * weight_N
+            at = slice(None) if route.source_P is None else route.source_P
+            pair_R.append(order_R[rank][at])
+            scale_R.append(scale_N[at])
+        routes.append(route)
+    first = routes[0]
+    wire = Wire(counts_RV=first.cells_RV, starts_R=first.starts_R, pair_R=pair_R)
+    positions = [route.position_P for route in routes if route.position_P is not None]
     return Backward(
-        stay=_kept_wire(forward, stay_RQ, stays, weight_R),
-        moved=_kept_wire(forward, moved_RQ, leaves, weight_R),
-        kept_R=[_mask(len(w), position) for w, position in zip(weight_R, stays, strict=True)],
+        wire=wire,
+        scale_R=scale_R,
+        position_R=positions or None,
+        again=_again(first, wire),
+        all_carried=first.all_carried,
+        moved=int(np.maximum(table.sum(axis=0) - seats.backward_Q, 0).sum()),
     )
 
 
-def _nothing(forward: Wire) -> Wire:
-    return Wire(
-        seats=forward.seats,
-        counts_RQ=np.zeros_like(forward.counts_RQ),
-        pair_R=[pair[:0] for pair in forward.pair_R],
+def _kept_table(
+    seats: Seats, place_R: Sequence[Tensor | None], weight_R: Sequence[Tensor] | None
+) -> IntArray:
+    """Kept pairs of every source at its forward seats, int64 (R, Q)."""
+    if weight_R is None:
+        return seats.assign_RQ
+    found = np.zeros_like(seats.assign_RQ)
+    for rank, (place_N, weight_N) in enumerate(zip(place_R, weight_R, strict=True)):
+        kept = (weight_N if place_N is None else weight_N[place_N]) > 0
+        total = np.concatenate(([0], kept.cumsum(0).cpu().numpy()))
+        found[rank] = np.diff(total[np.cumsum(seats.assign_RQ[rank])], prepend=0)
+    return found
+
+
+def _call(plan: LayerPlan, seats: Seats, rank: int, table_RQ: IntArray, *, stash: bool) -> Call:
+    """What the layer's re-routing reads of a call; the table that its ranks gather is handed over."""
+
+    def gathered(mine_Q: Tensor) -> Tensor:
+        return torch.from_numpy(table_RQ).to(mine_Q.device)
+
+    def nothing(*_: Any) -> int:
+        return 0
+
+    comm = SimpleNamespace(rank=rank, size=seats.topology.ranks, sent_bytes=nothing, all_gather_ints=gathered)
+    opened = SimpleNamespace(sent=nothing)
+    return cast(
+        "Call", SimpleNamespace(plan=plan, seats=seats, comm=comm, keeps_rows=stash, open_call=opened)
     )
 
 
-def _kept_wire(
-    forward: Wire, counts_RQ: IntArray, position_R: Sequence[Tensor], weight_R: Sequence[Tensor]
-) -> Wire:
-    return Wire(
-        seats=forward.seats,
-        counts_RQ=counts_RQ,
-        pair_R=[pair[at] for pair, at in zip(forward.pair_R, position_R, strict=True)],
-        weight_R=[weight[at] for weight, at in zip(weight_R, position_R, strict=True)],
-    )
-
-
-def _mask(size: int, position_P: Tensor) -> Tensor:
-    mask = torch.zeros(size, dtype=torch.bool, device=position_P.device)
-    mask[position_P] = True
-    return mask
+def _again(route: Route, wire: Wire) -> Wire | None:
+    """The pairs that carry their input, at the same stands."""
+    if not route.carried or route.all_carried:
+        return wire if route.all_carried else None
+    middle_R = (wire.starts_R[:-1] + wire.starts_R[1:]) // 2
+    carry_V = np.arange(wire.counts_RV.shape[1]) >= np.repeat(middle_R, np.diff(wire.starts_R))
+    pair_R = [
+        pair[torch.from_numpy(np.flatnonzero(np.repeat(carry_V, counts_V))).to(pair.device)]
+        for pair, counts_V in zip(wire.pair_R, wire.counts_RV, strict=True)
+    ]
+    return Wire(counts_RV=wire.counts_RV * carry_V, starts_R=wire.starts_R, pair_R=pair_R)

@@ -13,6 +13,11 @@ from lrmoe.simulate.replay_times import clock_kind
 from lrmoe.simulate.summary import BASELINE
 
 _PASSES = ("forward", "backward")
+MEANING = {
+    "recompute": "nothing stays at the experts; backward sends the kept pairs' inputs again and computes their first "
+    "projection again, in every system",
+    "stash": "rows and first projections stay at the experts until backward has ended, in every system",
+}
 
 
 def summarise(question: Question, lanes: Sequence[Lane]) -> dict[str, Any]:
@@ -52,8 +57,8 @@ def measured(question: Question) -> str:
 def _bytes(question: Question, lane: Lane) -> dict[str, Bytes]:
     shape, scored = question.layer.shape, not lane.plan.exact
     return {
-        "forward": forward_bytes(lane.plan, lane.forward, shape, scored=scored),
-        "backward": backward_bytes(lane.plan, lane.kept.stay, lane.kept.moved, shape, scored=scored),
+        "forward": forward_bytes(lane.plan, lane.seats, shape, scored=scored),
+        "backward": backward_bytes(lane.plan, lane.seats, lane.kept, shape, scored=scored),
     }
 
 
@@ -86,8 +91,7 @@ def _figures(question: Question, lane: Lane, moved: Mapping[str, Bytes], link: f
 
 
 def _moved_share(lane: Lane) -> float:
-    moved, stays = int(lane.kept.moved.counts_RQ.sum()), int(lane.kept.stay.counts_RQ.sum())
-    return moved / (moved + stays) if moved + stays else 0.0
+    return lane.kept.moved / lane.plan.kept if lane.plan.kept else 0.0
 
 
 def _ratios(own: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, float]:
@@ -100,7 +104,6 @@ def _ratios(own: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, float]
         found[f"{name}_time_reduction"] = 1 - _over(own[f"{name}_ms"], base[f"{name}_ms"])
         found[f"{name}_subtotal_reduction"] = 1 - own[f"{name}_subtotal"] / base[f"{name}_subtotal"]
         found[f"{name}_memory_reduction"] = 1 - _over(own[f"{name}_memory"], base[f"{name}_memory"])
-    found["backward_unpacked_reduction"] = 1 - own["backward_unpacked"] / base["backward_unpacked"]
     found["memory_reduction"] = 1 - own["memory"] / base["memory"]
     return found
 
@@ -131,7 +134,8 @@ def _settings(question: Question, link: float) -> dict[str, Any]:
         "estimator": config.estimator,
         "score": config.score,
         "selection": "global",
-        "activations": "stash, kept rows packed before gradients arrive",
+        "activations": question.activations,
+        "activations_mean": MEANING[question.activations],
         "wire": "one row per pair",
         "seed": config.seed,
         "repeats": question.repeats,

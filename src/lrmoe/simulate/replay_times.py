@@ -14,10 +14,11 @@ from lrmoe.telemetry.clock import PhaseClock
 # Parts of a phase that are timed apart: at other moments, or at the source and at the home.
 _PHASE_OF = {
     "sort": "plan",
-    "select_source": "select",
-    "moves": "reroute",
-    "positions": "reroute",
-    "pack_stash": "pack",
+    "plan_layout": "plan",
+    "order": "pack",
+    "layout": "reroute",
+    "layout_again": "pack",
+    "columns": "exchange",
 }
 
 
