@@ -21,7 +21,7 @@ from lrmoe.layer.forward import Walked
 from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, reroute
 from lrmoe.layer.routing import Layout
-from lrmoe.layer.wire import Arrival, return_rows, send_back, send_rows, sum_by_token
+from lrmoe.layer.wire import Arrival, return_rows, send_alike, send_back, send_rows, sum_by_token
 from lrmoe.planning.problem import IntArray
 
 _DOT_ROWS = 4096  # rows per block of the full routing-weight gradient
@@ -180,7 +180,7 @@ def _part(
         columns.append(route.position_P if at is None else route.position_P[at])
     token_P = pair_P // max(call.slots, 1)
     g = send_rows(call, layout, back.g_TH, token_P, columns, pack="pack", travel="exchange", part="backward")
-    x_carried = _carried_inputs(back, layout, cells_RV, token_P)
+    x_carried = _carried_inputs(back, g, cells_RV, token_P)
     dx_QH = scratch.take("dx", (layout.received, back.g_TH.shape[1]), back.g_TH) if back.wanted.x else None
     with clock.phase("experts_backward"):
         dot_Q = _experts(back, layout, g, x_carried, token_P, dx_QH)
@@ -205,16 +205,19 @@ def _all(index: Tensor | None) -> Tensor | slice:
     return slice(None) if index is None else index
 
 
-def _carried_inputs(back: Back, layout: Layout, cells_RV: IntArray, token_P: Tensor) -> Rows | None:
+def _carried_inputs(back: Back, g: Arrival, cells_RV: IntArray, token_P: Tensor) -> Rows | None:
     """Input rows of the pairs that carry them, in (seat, source) order at this rank's seats."""
     call, route = back.call, back.route
     if not route.carried:
         return None
     assert back.x_TH is not None, "inputs that may travel again are kept"
-    if not route.all_carried:
-        carried_RV, mine_P = _only_carried(call, route, cells_RV)
-        layout = Layout.build(carried_RV, route.starts_R, call.comm.rank, token_P.device)
-        token_P = token_P[torch.from_numpy(mine_P).to(token_P.device, non_blocking=True)]
+    if route.all_carried:
+        return send_alike(
+            call, g, back.x_TH, token_P, pack="pack", travel="exchange", part="backward", buffer="inputs"
+        )
+    carried_RV, mine_P = _only_carried(call, route, cells_RV)
+    layout = Layout.build(carried_RV, route.starts_R, call.comm.rank, token_P.device)
+    token_P = token_P[torch.from_numpy(mine_P).to(token_P.device, non_blocking=True)]
     arrival = send_rows(
         call, layout, back.x_TH, token_P, [], pack="pack", travel="exchange", part="backward", buffer="inputs"
     )

@@ -96,26 +96,55 @@ def send_rows(
     clock = call.open_call.clock
     with clock.phase(pack):
         lean = _lean_rows(call, layout, token_N, source_TH.shape[0], travel) if call.lean else None
-        token = token_N if lean is None else lean.token_U
-        shape = (token.shape[0], source_TH.shape[1])
-        send = gather_rows(source_TH, token, out=scratch.take(buffer, shape, source_TH))
+        send = _packed(source_TH, token_N if lean is None else lean.token_U, buffer)
     with clock.phase(travel):
         extra = [] if lean is None else [*lean_columns, lean.row_N]
         found = send_columns(call, layout, [*columns, *extra], travel)
-        send_R, receive_R = (
-            (layout.send_R, layout.receive_R) if lean is None else (lean.send_R, lean.receive_R)
-        )
-        received = call.comm.all_to_all(send, send_R, receive_R)
-    call.open_call.sent(travel, call.comm.sent_bytes(send, send_R))
-    call.open_call.ledger.add(part, send, received)
+        received = _cross(call, layout, lean, send, travel, part)
     if lean is None:
         return Arrival(
             layout=layout, rows=Rows(source=received, index_M=layout.row_M), columns=found, lean=None
         )
-    _book_saving(call, layout.send_R, lean.send_R)
     call.open_call.record.bytes_saved_lean -= sum(call.comm.sent_bytes(c, layout.send_R) for c in extra)
     rows = Rows(source=received, index_M=_absolute(found.pop(), layout, lean))
     return Arrival(layout=layout, rows=rows, columns=found, lean=lean)
+
+
+def send_alike(
+    call: Call,
+    like: Arrival,
+    source_TH: Tensor,
+    token_N: Tensor,
+    *,
+    pack: str,
+    travel: str,
+    part: str,
+    buffer: str,
+) -> Rows:
+    """Other rows of the pairs of an exchange, sent as that one was; in (seat, source) order at their seats."""
+    lean, clock = like.lean, call.open_call.clock
+    with clock.phase(pack):
+        send = _packed(source_TH, token_N if lean is None else lean.token_U, buffer)
+    with clock.phase(travel):
+        received = _cross(call, like.layout, lean, send, travel, part)
+    return Rows(source=received, index_M=like.rows.index_M)
+
+
+def _packed(source_TH: Tensor, token: Tensor, buffer: str) -> Tensor:
+    """Rows in the order of sending, in scratch."""
+    shape = (token.shape[0], source_TH.shape[1])
+    return gather_rows(source_TH, token, out=scratch.take(buffer, shape, source_TH))
+
+
+def _cross(call: Call, layout: Layout, lean: LeanRows | None, send: Tensor, travel: str, part: str) -> Tensor:
+    """Packed rows at their seats' ranks."""
+    send_R, receive_R = (layout.send_R, layout.receive_R) if lean is None else (lean.send_R, lean.receive_R)
+    received = call.comm.all_to_all(send, send_R, receive_R)
+    call.open_call.sent(travel, call.comm.sent_bytes(send, send_R))
+    call.open_call.ledger.add(part, send, received)
+    if lean is not None:
+        _book_saving(call, layout.send_R, lean.send_R)
+    return received
 
 
 def send_columns(call: Call, layout: Layout, columns: Sequence[Tensor], travel: str) -> list[Tensor]:
