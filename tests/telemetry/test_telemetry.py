@@ -54,6 +54,21 @@ def test_the_flat_form_is_json_with_the_documented_names() -> None:
     assert {*documented.split(), "drop_reason"} <= set(flat)
 
 
+def test_the_ledger_knows_what_is_alive_and_the_most_that_was() -> None:
+    ledger = Ledger()
+    first, second = torch.zeros(100), torch.zeros(50)
+    ledger.add("dispatched", first, first[:10])
+    ledger.add("backward", first, second)
+    assert (ledger.current, ledger.peak) == (600, 600)
+    del first
+    third = torch.zeros(20)
+    ledger.follow(third)
+    assert (ledger.current, ledger.peak) == (280, 600)
+    del second, third
+    assert (ledger.current, ledger.peak) == (0, 600)
+    assert ledger.read()["dispatched"] == 440
+
+
 def test_the_critical_path_takes_the_slowest_rank_per_call_and_phase() -> None:
     first = [record(ms={"plan": 1.0, "experts": 5.0}, bytes={"dispatch": 1000}), record(ms={"experts": 1.0})]
     second = [record(ms={"plan": 3.0, "experts": 2.0}, bytes={"dispatch": 4000}), record(ms={"experts": 9.0})]

@@ -47,7 +47,7 @@ class MoEFunction(torch.autograd.Function):
         call.open_call.ledger.seal()
         with (
             torch.autocast(grad_TH.device.type, enabled=False),
-            scratch.fresh(call.budget.binds),
+            scratch.fresh(call.budget.binds, call.open_call.ledger.follow),
         ):
             grads = walk_backward(
                 call,
@@ -79,5 +79,5 @@ def run_forward(
     call: Call, order_N: Tensor, x_TH: Tensor, alpha_TK: Tensor, gate_up: Tensor, down: Tensor
 ) -> Walked:
     """Forward without a graph; the caller turns gradients and autocast off."""
-    with scratch.fresh(call.budget.binds):
+    with scratch.fresh(call.budget.binds, call.open_call.ledger.follow):
         return walk_forward(call, call.cast(x_TH), alpha_TK, order_N, gate_up, down)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,7 @@ class Workspace(threading.local):
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._keep = True
+        self._book: Callable[[Tensor], None] | None = None
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised contiguous tensor in the dtype and on the device of `like`.
@@ -34,7 +35,10 @@ class Workspace(threading.local):
         """
         size = math.prod(shape)
         if not self._keep or like.device.type != "cpu" or size * like.element_size() > _KEEP_BYTES:
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
+            fresh = torch.empty(shape, dtype=like.dtype, device=like.device)
+            if self._book is not None:
+                self._book(fresh)
+            return fresh
         key = (name, like.dtype)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
@@ -44,16 +48,20 @@ class Workspace(threading.local):
         return buffer[:size].view(shape)
 
     @contextmanager
-    def fresh(self, wanted: bool = True) -> Iterator[None]:
-        """Within, where `wanted`, every buffer is new and goes with its last user; what was kept is given back."""
-        before = self._keep
+    def fresh(self, wanted: bool = True, book: Callable[[Tensor], None] | None = None) -> Iterator[None]:
+        """Within, where `wanted`, every buffer is new and goes with its last user; what was kept is given back.
+
+        Args:
+            book: called with every new buffer.
+        """
+        before = self._keep, self._book
         if wanted:
             self.release()
-            self._keep = False
+            self._keep, self._book = False, book
         try:
             yield
         finally:
-            self._keep = before
+            self._keep, self._book = before
 
     def release(self) -> None:
         """Give all scratch of this thread back."""

@@ -183,7 +183,10 @@ class CallWalk:
         kept_R = moments.now(self.ranks)
         moments.mark()
         if self.sizes.differentiable:
-            self._backward(moments, plan, self.kept_RQ if kept_RQ is None else kept_RQ, saved)
+            # What a source keeps is chosen later; its vectors, which no chunks make smaller, are as long as can be.
+            most_RQ = np.minimum(self.seats.assign_RQ, plan.quota_E[self.seats.expert_Q])
+            known = (most_RQ, self.kept_RQ) if kept_RQ is None else (kept_RQ, kept_RQ)
+            self._backward(moments, plan, known[1], known[0].sum(axis=1), saved)
         backward_R, backward = moments.peaks(self.ranks)
         return CallMemory(
             forward_R=_with_slack(forward_R),
@@ -273,10 +276,11 @@ class CallWalk:
 
     # Backward.
 
-    def _backward(self, moments: Moments, plan: LayerPlan, kept_RQ: IntArray, sent_R: IntArray) -> None:
+    def _backward(
+        self, moments: Moments, plan: LayerPlan, kept_RQ: IntArray, kept: IntArray, sent_R: IntArray
+    ) -> None:
         sizes, shape = self.sizes, self.sizes.shape
         again = not self.alone and not self.keeps_rows(plan)
-        kept = kept_RQ.sum(axis=1)
         lease = self._borrow(moments)
         alpha = moments.take("scratch", sizes.alpha_bytes * sent_R)
         weight = None

@@ -251,14 +251,17 @@ class _Ladder:
         return min(self._floors(), key=lambda one: one.need)
 
     def _floors(self) -> Iterator[Fitted]:
-        chunks = range(1, self.problem.max_chunks + 1)
+        most_chunks = self.problem.max_chunks
+        chunks = sorted(
+            {1, *range(max(most_chunks - 3, 1), most_chunks + 1)}
+        )  # bytes fall with them, nearly always
         most = replace(self.problem, drop="always") if self._may_drop else self.problem
         plans = _variants(replace(self, problem=most), self.policy(most)) if self._may_drop else self.variants
         for plan in plans:
             for saved in range(len(self.recomputes)):
                 forward = [self.price(plan, saved, c) for c in chunks]
                 # Forward in one piece may keep what forward in chunks does not.
-                for few in sorted({1, 1 + int(np.argmin([one.forward for one in forward]))}):
+                for few in sorted({1, chunks[int(np.argmin([one.forward for one in forward]))]}):
                     backward = [self.price(plan, saved, few, c) for c in chunks]
                     yield min(backward, key=lambda one: one.backward)
 

@@ -1,7 +1,11 @@
-"""Bytes that each part of a layer call really allocated."""
+"""Bytes that each part of a layer call really allocated, and the most that was alive at once."""
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
+import torch
 from torch import Tensor
 
 PARTS = ("weights", "grads", "replicas", "dispatched", "stash", "backward", "outputs")
@@ -14,9 +18,15 @@ class Ledger:
 
     Attributes:
         sealed: whether the forward's bytes are booked and those of the backward are being added.
+        current: bytes of booked storages that are alive, each counted once whatever parts it is booked under.
+        peak: the most of `current`; on CUDA the most that the allocator had in use when something was booked, beyond
+            what it had before the first booking.
     """
 
     def __init__(self) -> None:
+        self.current = self.peak = 0
+        self._base: int | None = None
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._bytes: dict[str, int] = dict.fromkeys(PARTS, 0)
         self._seen: set[tuple[str, int, int]] = set()
         self.sealed = False
@@ -30,6 +40,27 @@ class Ledger:
             if key not in self._seen:
                 self._seen.add(key)
                 self._bytes[part] += tensor.nbytes
+            self.follow(tensor)
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count a tensor's storage from now until it is freed, under no part: scratch."""
+        if tensor.is_cuda:
+            used = torch.cuda.memory_allocated(tensor.device)
+            self._base = used - tensor.nbytes if self._base is None else self._base
+            self.current = used - self._base
+        else:
+            self._follow(tensor.untyped_storage())
+        self.peak = max(self.peak, self.current)
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive or not size:
+            return
+        self.current += size
+        self._alive[key] = (size, weakref.ref(storage, lambda _: self._freed(key)))
+
+    def _freed(self, key: int) -> None:
+        self.current -= self._alive.pop(key)[0]
 
     def seal(self) -> None:
         """Forget addresses (they may be used again) and keep the sums: between forward and backward."""
@@ -41,6 +72,8 @@ class Ledger:
         self._bytes = dict.fromkeys(PARTS, 0)
         self._seen.clear()
         self.sealed = False
+        self._alive.clear()
+        self.current = self.peak = 0
 
     def read(self) -> dict[str, int]:
         """Bytes per part."""

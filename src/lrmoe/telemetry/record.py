@@ -26,6 +26,8 @@ class CallRecord:
     `bytes_saved_lean` is what one row per pair would have sent more than the lean wire did: rows, less what only a lean
     wire sends beside them (routing weights, row numbers, row counts). Under pruning it is that of the pairs that this
     call moved; one row per pair may seat others, and so move others.
+    `peak_measured` is the most that booked buffers held at once (on CUDA, the allocator), `peak_predicted` what a call
+    under a budget was predicted to need at most, index vectors and operators' results included.
     `counts_RE`, int64 (R, E), pairs from each source to each expert, stays only where telemetry keeps it for a trace.
     """
 
@@ -56,6 +58,7 @@ class CallRecord:
     mem: dict[str, int] = field(default_factory=dict)
     mem_predicted: dict[str, int] = field(default_factory=dict)
     peak_predicted: int = 0
+    peak_measured: int = 0
     recomputed: bool = False
     observed: dict[str, float] = field(default_factory=dict)
     counts_RE: IntArray | None = field(default=None, compare=False, repr=False)
@@ -127,6 +130,7 @@ class CallRecord:
             flat[f"wall_ms_{phase}"] = self.wall_ms.get(phase, 0.0)
         flat.update({f"mem_{part}_measured": size for part, size in self.mem.items()})
         flat.update({f"mem_{part}_predicted": size for part, size in self.mem_predicted.items()})
+        flat["mem_peak_predicted"], flat["mem_peak_measured"] = self.peak_predicted, self.peak_measured
         flat.update({f"observed_{name}": value for name, value in self.observed.items()})
         return flat
 
@@ -158,6 +162,7 @@ class OpenCall:
         self.pending.clear()
         self.record.ms, self.record.wall_ms = self.clock.read()
         self.record.mem = self.ledger.read()
+        self.record.peak_measured = self.ledger.peak
         return self.record
 
     def _store(self, name: str, value: float) -> None:

@@ -114,6 +114,9 @@ def layer_figures(records_by_rank: Sequence[Sequence[CallRecord]]) -> dict[str, 
         _put(flat, f"ms_{phase}", [max(r.ms.get(phase, 0.0) for r in call) for call in calls], max)
     for part in sorted({part for call in calls for part in call[0].mem}):
         _put(flat, f"mem_{part}_measured", [max(r.mem.get(part, 0) for r in call) for call in calls], max)
+    for kind in ("predicted", "measured"):
+        peaks = [max(getattr(r, f"peak_{kind}") for r in call) for call in calls]
+        _put(flat, f"mem_peak_{kind}", peaks, max)
     reasons = [call[0].drop_reason for call in calls]
     flat["lrmoe/drop_reason"] = max(set(reasons), key=reasons.count)
     return flat
