@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lrmoe.layer import selection
 from lrmoe.layer.randomness import UNIT, Key, uniform_rows
 from lrmoe.layer.selection import Candidates, choose, inclusion, measure, systematic
 from tests.reference import inclusion as reference_inclusion
@@ -84,6 +85,31 @@ def test_weights_are_one_over_the_probability() -> None:
     weight, chance = choose("sampled", "lrm", rows).weight_M, inclusion(rows).double() / UNIT
     kept = weight > 0
     torch.testing.assert_close(weight[kept].double(), 1 / chance[kept], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("run", [1, 40, 100])
+def test_experts_are_chosen_alike_however_many_are_looked_at_together(
+    run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = [random_table(seed, sigma) for seed in range(10) for sigma in (0.0, 1.0, 6.0)]
+    wanted = [(choose("sampled", "lrm", rows), inclusion(rows)) for rows in tables]
+    monkeypatch.setattr(selection, "_RUN_ROWS", run)
+    for rows, (choice, chance) in zip(tables, wanted, strict=True):
+        found = choose("sampled", "lrm", rows)
+        assert torch.equal(found.weight_M, choice.weight_M)
+        assert choice.chance_M is not None
+        assert found.chance_M is not None
+        assert torch.equal(found.chance_M, chance)
+        assert torch.equal(choice.chance_M, chance)
+        assert torch.equal(inclusion(rows), chance)
+
+
+def test_rounds_that_nobody_looks_at_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [random_table(seed, 2.0) for seed in range(10)]
+    wanted = [inclusion(rows) for rows in tables]
+    monkeypatch.setattr(selection, "_looks", lambda rounds, like: rounds % 5 == 0)
+    for rows, chance in zip(tables, wanted, strict=True):
+        assert torch.equal(inclusion(rows), chance)
 
 
 def test_a_non_finite_score_does_not_flatten_the_finite_ones() -> None:

@@ -9,6 +9,8 @@ Shape letters: M rows, L experts.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor
 from lrmoe.layer.randomness import UNIT, UNIT_BITS, uniform_rows
 
 _SCORE_BITS = 30
+_BROKEN = 2 ** (_SCORE_BITS + 10)  # size of a row of non-finite score
+_RUN_ROWS = 32768  # rows of the experts that a CPU looks at together: what lies between stays in its cache
+_UNREAD_ROUNDS = 4  # rounds between two looks at a device: one more than needed changes nothing
 _FLOOR = 1e-3  # least score over the expert's mean: keeps every inclusion probability positive
 
 
@@ -83,13 +88,42 @@ def keep_sampled(rows: Candidates) -> Choice:
 
     pi = min(1, c * score) with sum pi = q (Horvitz-Thompson weights make every gradient unbiased).
     """
-    chance = inclusion(rows)
-    return _weighted(systematic(rows, chance), chance)
+    chance, weight = torch.empty_like(rows.score_M, dtype=torch.int64), torch.empty_like(rows.score_M)
+    for part, at in _runs(rows):
+        chance[at] = _inclusion(part)
+        weight[at] = _weights(systematic(part, chance[at]), chance[at])
+    return Choice(weight_M=weight, chance_M=chance)
 
 
-def _weighted(kept_M: Tensor, chance_M: Tensor) -> Choice:
-    weight = torch.where(kept_M, UNIT / chance_M.clamp(min=1).double(), 0.0).float()
-    return Choice(weight_M=weight, chance_M=chance_M)
+def _weights(kept_M: Tensor, chance_M: Tensor) -> Tensor:
+    """1/pi of kept rows, 0 of others, fp32 (M,)."""
+    return chance_M.clamp(min=1).double().reciprocal_().mul_(UNIT).float().mul_(kept_M)
+
+
+def _runs(rows: Candidates) -> Iterator[tuple[Candidates, slice]]:
+    """Experts with rows, some at a time on a CPU and all at once elsewhere: they do not depend on each other."""
+    counts = rows.counts_L.tolist() if rows.score_M.device.type == "cpu" else None
+    if counts is None or sum(counts) <= _RUN_ROWS:
+        if rows.score_M.shape[0]:
+            yield rows, slice(None)
+        return
+    first = begin = end = 0
+    for expert, count in enumerate(counts):
+        end += count
+        if end - begin < _RUN_ROWS and (expert < len(counts) - 1 or begin == end):
+            continue
+        experts, at = slice(first, expert + 1), slice(begin, end)
+        yield (
+            Candidates(
+                score_M=rows.score_M[at],
+                counts_L=rows.counts_L[experts],
+                quota_L=rows.quota_L[experts],
+                offset_L=rows.offset_L[experts],
+                word_L=rows.word_L[experts],
+            ),
+            at,
+        )
+        first, begin = expert + 1, end
 
 
 def systematic(rows: Candidates, chance_M: Tensor) -> Tensor:
@@ -98,14 +132,14 @@ def systematic(rows: Candidates, chance_M: Tensor) -> Tensor:
     Args:
         chance_M: int64 (M,) fixed-point probabilities that sum to an integer inside each expert.
     """
-    expert = rows.expert_M
+    if not chance_M.shape[0]:
+        return torch.zeros_like(chance_M, dtype=torch.bool)
     total = chance_M.cumsum(0)
-    before_L = (
-        (total - chance_M)[rows.start_L.clamp(max=max(total.shape[0] - 1, 0))] if total.shape[0] else total
-    )
-    shift = rows.offset_L[expert] - before_L[expert]
-    end = total + shift
-    return (end >> UNIT_BITS) > ((end - chance_M) >> UNIT_BITS)
+    first_L = rows.start_L.clamp(max=chance_M.shape[0] - 1)
+    before_L = (total - chance_M).index_select(0, first_L)
+    end = total.add_(_to_rows(rows.offset_L - before_L, rows.expert_M))
+    begin = (end - chance_M).bitwise_right_shift_(UNIT_BITS)
+    return end.bitwise_right_shift_(UNIT_BITS) > begin
 
 
 def inclusion(rows: Candidates) -> Tensor:
@@ -114,57 +148,90 @@ def inclusion(rows: Candidates) -> Tensor:
     Rows that reach 1 are fixed there and the constant is found again for the rest, until stable. Rows of non-finite
     score are kept for certain where the quota holds them all.
     """
+    chance = torch.empty_like(rows.score_M, dtype=torch.int64)
+    for part, at in _runs(rows):
+        chance[at] = _inclusion(part)
+    return chance
+
+
+def _inclusion(rows: Candidates) -> Tensor:
+    """The same of at least one row, all at once."""
     expert, quota = rows.expert_M, torch.minimum(rows.quota_L, rows.counts_L)
     size = _integer_scores(rows, expert)
-    broken = ~rows.score_M.isfinite()
-    fits = _sum_by_expert(broken.long(), rows) <= quota
-    certain = (quota == rows.counts_L)[expert] | (broken & fits[expert])
-    while True:
-        free_quota = quota - _sum_by_expert(certain.long(), rows)
-        free_size = _sum_by_expert(torch.where(certain, 0, size), rows)
-        chance = size.double() * (free_quota.double() / free_size.clamp(min=1).double())[expert]
-        fresh = ~certain & (chance >= 1)
-        if not bool(fresh.any()):
+    free = _uncertain(rows, expert, quota)
+    size.mul_(free)  # 0 from here on: certain
+    left = quota - rows.counts_L + _sum_by_expert(free, rows)
+    for rounds in itertools.count(1):
+        ratio = left.double() / _sum_by_expert(size, rows).clamp(min=1).double()
+        chance = size.double().mul_(_to_rows(ratio, expert))
+        below = chance < 1
+        fresh = rows.counts_L - _sum_by_expert(below, rows)
+        if _looks(rounds, left) and not bool(fresh.any()):
             break
-        certain |= fresh
-    return _fixed_point(rows, expert, certain, chance, free_quota)
+        left = left - fresh
+        size.mul_(below)
+    return _fixed_point(rows, expert, torch.gt(size, 0, out=free), chance, left)
+
+
+def _looks(rounds: int, like: Tensor) -> bool:
+    """Whether this round may be the last one."""
+    return like.device.type == "cpu" or rounds % _UNREAD_ROUNDS == 0
+
+
+def _uncertain(rows: Candidates, expert: Tensor, quota: Tensor) -> Tensor:
+    """Rows whose probability is to be found, bool (M,): no expert's that keeps all, no broken one's that fits."""
+    broken = ~rows.score_M.isfinite()
+    fits = _sum_by_expert(broken, rows) <= quota
+    certain = broken.logical_and_(_to_rows(fits, expert))
+    return certain.logical_or_(_to_rows(quota == rows.counts_L, expert)).logical_not_()
 
 
 def _integer_scores(rows: Candidates, expert: Tensor) -> Tensor:
     """Scores over each expert's largest, as integers >= 1; non-finite ones outweigh all others together."""
     finite = rows.score_M.isfinite()
-    score = torch.where(finite, rows.score_M, 0.0).double()
+    score = rows.score_M.nan_to_num(0.0, 0.0, 0.0).double()
     top = torch.zeros(rows.counts_L.shape, dtype=torch.float64, device=score.device)
     top = top.scatter_reduce(0, expert, score, "amax")
-    relative = score / torch.where(top > 0, top, 1.0)[expert]
-    size = (relative * 2**_SCORE_BITS).long()
+    relative = score.div_(_to_rows(torch.where(top > 0, top, 1.0), expert))
+    size = relative.mul_(2**_SCORE_BITS).long()
+    del score, relative
     mean = _sum_by_expert(size, rows) // rows.counts_L.clamp(min=1)
     floor = (mean.double() * _FLOOR).long().clamp(min=1)
-    size = torch.maximum(size, floor[expert])
-    return torch.where(finite, size, 2 ** (_SCORE_BITS + 10))
+    size = torch.maximum(size, _to_rows(floor, expert), out=size)
+    return size.mul_(finite).add_(finite.logical_not_(), alpha=_BROKEN)
 
 
 def _fixed_point(
-    rows: Candidates, expert: Tensor, certain: Tensor, chance: Tensor, free_quota: Tensor
+    rows: Candidates, expert: Tensor, free: Tensor, chance: Tensor, free_quota: Tensor
 ) -> Tensor:
     """Round the free chances so that they sum to the free quota exactly: down first, then single units in order."""
-    units = torch.where(certain, 0, (chance * (UNIT - 2)).long())
+    units = chance.mul_(UNIT - 2).long()  # 0 of certain rows
     missing = free_quota * UNIT - _sum_by_expert(units, rows)
-    free = (~certain).long()
+    upto = free.cumsum(0)
+    first_L = rows.start_L.clamp(max=free.shape[0] - 1)
+    before_L = upto.index_select(0, first_L) - free.index_select(0, first_L).long()
     among = _sum_by_expert(free, rows).clamp(min=1)
-    rank = free.cumsum(0) - free
-    first_L = rank[rows.start_L.clamp(max=max(rank.shape[0] - 1, 0))] if rank.shape[0] else rank
-    rank = rank - first_L[expert]
-    share, rest = (missing // among)[expert], (missing % among)[expert]
-    units = units + free * (share + (rank < rest).long())
-    return torch.where(certain, UNIT, units.clamp(max=UNIT))
+    # The free row of number n (from 1) of its expert gets one unit more where n <= rest.
+    extra = upto <= _to_rows(missing % among + before_L, expert)
+    del upto
+    units.add_(extra.long().add_(_to_rows(missing // among, expert)).mul_(free)).clamp_(max=UNIT)
+    return units.add_(free.logical_not_(), alpha=UNIT)
+
+
+def _to_rows(value_L: Tensor, expert_M: Tensor) -> Tensor:
+    """Each row's expert's value, (M,), to be read only."""
+    if value_L.shape[0] == 1:
+        return value_L.expand(expert_M.shape)
+    return value_L.index_select(0, expert_M)
 
 
 def _sum_by_expert(value_M: Tensor, rows: Candidates) -> Tensor:
-    """Exact integer sums of consecutive rows, int64 (L,)."""
-    total = torch.nn.functional.pad(value_M.cumsum(0), (1, 0))
+    """Exact integer sums of consecutive rows, at least one, int64 (L,)."""
+    if rows.counts_L.shape[0] == 1:
+        return value_M.sum(0, keepdim=True)
     end = rows.counts_L.cumsum(0)
-    return total[end] - total[end - rows.counts_L]
+    upto = value_M.cumsum(0).index_select(0, (end - 1).clamp(min=0)).mul_(end > 0)
+    return torch.diff(upto, prepend=upto.new_zeros(1))
 
 
 def choose(estimator: str, score: str, rows: Candidates) -> Choice:
@@ -192,7 +259,8 @@ def choose_within_share(
     down = inclusion(replace(rows, quota_L=(share_up_L - 1).clamp(min=0))).double()
     f = chance_up_L[rows.expert_M]
     chance = torch.where(f > 0, f * up + (1 - f) * down, up)
-    return _weighted(kept, chance.round().long())
+    units = chance.round().long()
+    return Choice(weight_M=_weights(kept, units), chance_M=units)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +276,11 @@ class Loss:
 def measure(rows: Candidates, choice: Choice) -> Loss:
     """Energy left out, and variance added: sum over all candidates of (1/pi - 1) R, 0 where nothing is random."""
     finite = rows.score_M.isfinite()
-    energy = torch.where(finite, rows.score_M, 0.0).double().square()
+    energy = rows.score_M.nan_to_num(0.0, 0.0, 0.0).double().square_()
     chance = choice.chance_M
     return Loss(
         energy=energy.sum(),
-        dropped=energy[choice.weight_M == 0].sum(),
+        dropped=(energy * (choice.weight_M == 0)).sum(),
         variance=energy.new_zeros(()) if chance is None else added_variance(energy, chance),
         nonfinite=(~finite).sum(),
     )
