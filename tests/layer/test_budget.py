@@ -90,11 +90,47 @@ def test_nothing_waits_after_a_step_and_budgets_hold_in_every_step() -> None:
     assert layers[0].clock.waiting.stashes == []
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
-def test_checkpointed_layers_wait_for_nothing(checkpoint: str) -> None:
+def test_checkpointed_layers_wait_for_nothing(checkpoint: str, training: bool) -> None:
     layers = model(2**60)
-    step(layers, checkpoint=checkpoint)
-    assert layers[0].clock.waiting.stashes == []
+    hidden, leaf = CASE.hidden.clone().requires_grad_(), leaves(CASE, GRADS)
+    waiting = layers[0].clock.waiting
+    for layer in layers:
+        hidden = forward(layer, CASE, {**leaf, "d_hidden": hidden}, training=training, checkpoint=checkpoint)
+    assert waiting.stashes == []
+    hidden.backward(CASE.grad_out)
+    assert waiting.stashes == []
+
+
+@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
+def test_many_checkpointed_micro_batches_need_no_more_than_one(checkpoint: str) -> None:
+    budget = step(model(2**60), checkpoint=checkpoint) + 2 * LAYERS * PARAMETERS
+    layers = model(budget)
+    for _ in range(4):
+        hidden, leaf = CASE.hidden.clone().requires_grad_(), leaves(CASE, GRADS)
+        for layer in layers:
+            hidden = forward(layer, CASE, {**leaf, "d_hidden": hidden}, checkpoint=checkpoint)
+        hidden.backward(CASE.grad_out)
+        for layer in layers:
+            assert layer.last_record is not None
+            assert (layer.last_record.chunks, layer.last_record.recomputed) == (1, False)
+
+
+@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant"])
+def test_a_checkpointed_layer_leaves_room_for_what_waits(checkpoint: str) -> None:
+    def least() -> int:
+        with pytest.raises(InfeasibleError) as caught:
+            forward(tight, CASE, leaves(CASE, GRADS), checkpoint=checkpoint)
+        assert caught.value.smallest is not None
+        return caught.value.smallest
+
+    loose, tight = model(2**60)[0], model(1)[1]
+    before = least()
+    forward(loose, CASE, leaves(CASE, GRADS))
+    (stash,) = loose.clock.waiting.stashes
+    tight.clock.waiting.stashes.append(stash)
+    assert least() == before + int(stash[1][0])
 
 
 @pytest.mark.parametrize("config", [exact(), pruning(max_drop=0.5), exact(activations="recompute")])

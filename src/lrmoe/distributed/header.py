@@ -90,5 +90,6 @@ _MEANING = {
     "hidden": "the hidden size of the input",
     "dtype": "the dtype (code) experts compute in: their weights' or autocast's",
     "training": "training or evaluation mode",
-    "gradients": "which tensors need gradients (bits: input 1, routing weights 2, gate_up 4, down 8)",
+    "gradients": "which tensors need gradients, or checkpointing (bits: input 1, routing weights 2, gate_up 4, down 8, "
+    "16 under no_grad, 32 under a non-reentrant checkpoint)",
 }

@@ -18,7 +18,7 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm, Header, HeaderTable
 from lrmoe.distributed.header import Fault
 from lrmoe.errors import InputError, PlanError, RankError
-from lrmoe.layer.budget import CallBudget, budget_limits
+from lrmoe.layer.budget import CallBudget, budget_limits, device_bytes
 from lrmoe.layer.controller import Controller, Moment
 from lrmoe.layer.experts import BLOCK_ROWS
 from lrmoe.layer.inputs import Inputs
@@ -35,6 +35,7 @@ from lrmoe.telemetry.record import OpenCall
 
 _OF_WEIGHTS = 4 | 8  # bits of gradient_bits
 _UNDER_NO_GRAD = 16  # unknown yet: a reentrant checkpoint runs its first forward without gradients
+_CHECKPOINTED = 32  # beside the others: a non-reentrant checkpoint lets go of what the forward keeps
 _MOVE_ROWS = 1 / 3  # a pair that moves repeats its first projection: 4 of the 12 H I products of its backward
 _DTYPE_CODES = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
@@ -77,6 +78,7 @@ class Announcer:
         self._homes = homes
         self._met = False
         self._device, self._hosts = 0, 1  # of all ranks, from the first call on
+        self._device_bytes: int | None = None  # of the smallest device
         self._sizes = {
             "the number of experts": topology.experts,
             "the hidden size": hidden,
@@ -92,11 +94,15 @@ class Announcer:
         gradients: int,
         compute_dtype: torch.dtype,
         weight_bytes: int,
+        *,
+        checkpointed: bool,
     ) -> tuple[Planned, Tensor]:
         """Count this rank's pairs, tell all ranks, plan.
 
         Args:
+            gradients: see `gradient_bits`.
             weight_bytes: element size of the parameters.
+            checkpointed: a non-reentrant checkpoint will run this forward again.
 
         Returns:
             the plan with its record; int64 (T*K,) flat pair ids sorted by expert.
@@ -109,12 +115,16 @@ class Announcer:
         with clock.phase("plan"):
             met = self._meet(inputs.x_TH.device)
             order, counts_E = sort_pairs(inputs.ids_TK, self._topology.experts)
-            header = self._header(inputs, moment, gradients, compute_dtype)
+            told = gradients  # what plans depend on has to be the same on all ranks
+            if checkpointed and self._config.memory_budget is not None:
+                told |= _CHECKPOINTED
+            header = self._header(inputs, moment, told, compute_dtype)
             counts_RE, score_mean_E, tokens_R = self._gather(header, counts_E)
             prune = moment is not None and moment.prune and gradients > 0
             drop = self._config.max_drop if prune else 0.0
             self._controller.prices = self._prices(moment, gradients, compute_dtype, drop)
             budget = self._budget(inputs, moment, gradients, compute_dtype, weight_bytes, tokens_R)
+            budget.checkpointed |= checkpointed
             plan = self._make_plan(counts_RE, drop, score_mean_E, budget)
             if moment is not None:
                 self._past.add(plan)
@@ -181,7 +191,8 @@ class Announcer:
                 block_rows=BLOCK_ROWS if device.type == "cpu" else None,
             )
 
-        layer, model = budget_limits(config, device)
+        whole = device_bytes(device) if self._device_bytes is None else self._device_bytes
+        layer, model = budget_limits(config, whole)
         return CallBudget(
             config=config,
             layer=self._controller.layer,
@@ -222,21 +233,23 @@ class Announcer:
         """At the first call: all ranks built the same layer, or RankError on all. Returns the integers exchanged.
 
         Layers of other sizes would send messages of other lengths, which backends answer with a crash. What each rank
-        runs on crosses too: prices depend on it, and plans must be the same on ranks that differ.
+        runs on crosses too: prices and budgets depend on it, and plans must be the same on ranks that differ.
         """
         if self._met or self._comm.size == 1:
             return 0
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        place = [device_code(device.type, name), zlib.crc32(socket.gethostname().encode())]
+        host = zlib.crc32(socket.gethostname().encode())
+        place = [device_code(device.type, name), host, device_bytes(device)]
         mine = torch.tensor([*self._sizes.values(), *place], dtype=torch.int64, device=device)
         table = self._comm.all_gather_ints(mine).cpu().numpy()
-        devices, hosts = table[:, -2].tolist(), table[:, -1].tolist()
-        table = table[:, :-2]
+        devices, hosts, sizes = (table[:, place].tolist() for place in (-3, -2, -1))
+        table = table[:, :-3]
         for name, values in zip(self._sizes, table.T, strict=True):
             if (values != values[0]).any():
                 seen = ", ".join(f"rank {r}: {int(v)}" for r, v in enumerate(values))
                 raise RankError(f"MoE layer {self._controller.layer}: {name} differs between ranks ({seen})")
         self._device, self._hosts, self._met = agreed(devices), len(set(hosts)), True
+        self._device_bytes = min(sizes)
         return len(mine)
 
     def _header(

@@ -64,6 +64,7 @@ class CallBudget:
         sizes: the call's, by whether backward keeps every pair.
         limit, model_limit: bytes per rank for this call, and for the whole model, or None.
         waiting: what the model's layers hold. checkpointed: a forward that keeps nothing and is run again later.
+        again: it is being run again, and now keeps what backward needs.
         memory: the prediction of the call as it runs.
     """
 
@@ -74,6 +75,7 @@ class CallBudget:
     model_limit: int | None = None
     waiting: Waiting = field(default_factory=Waiting)
     checkpointed: bool = False
+    again: bool = False
     memory: CallMemory | None = None
     _walks: dict[tuple[int, int], CallWalk] = field(default_factory=dict)
     _stash: tuple[int, IntArray] | None = None
@@ -125,7 +127,8 @@ class CallBudget:
 
     def begin(self, plan: LayerPlan) -> None:
         """A forward that a backward follows: what it keeps waits."""
-        if self.model_limit is not None:
+        self.end()  # of a forward that is run once more
+        if self.model_limit is not None and (self.again or not self.checkpointed):
             self._stash = (self.layer, self._kept(self.predict(plan)))
             self.waiting.stashes.append(self._stash)
 
@@ -161,12 +164,11 @@ class CallBudget:
         own = parameters.get(self.layer, 0)
         fixed = sum(parameters.values()) * sizes.weight_bytes * (1 + sizes.needs_gate_up)
         beside = fixed - own * sizes.weight_bytes + np.zeros_like(memory.kept_R)
-        if self.checkpointed:
-            return beside
-        waiting = [one for one in self.waiting.stashes if one is not self._stash]
-        return beside + Waiting(parameters=parameters, stashes=waiting).outside(
-            self.layer, self._kept(memory)
-        )
+        others = [one for one in self.waiting.stashes if one is not self._stash]
+        if self.checkpointed:  # so are the layers that come, it is taken
+            return sum((size for _, size in others), start=beside)
+        waiting = Waiting(parameters=parameters, stashes=others)
+        return beside + waiting.outside(self.layer, self._kept(memory))
 
     @staticmethod
     def _kept(memory: CallMemory) -> IntArray:
@@ -174,9 +176,8 @@ class CallBudget:
         return memory.kept_R - memory.forward["weights"]
 
 
-def budget_limits(config: LRMoEConfig, device: torch.device) -> tuple[int | None, int | None]:
-    """Bytes of the layer's and of the model's budget on a device, None where not set."""
-    whole = device_bytes(device)
+def budget_limits(config: LRMoEConfig, whole: int) -> tuple[int | None, int | None]:
+    """Bytes of the layer's and of the model's budget on devices of `whole` bytes, None where not set."""
     layer, model = (
         None if size is None else parse_size(name, size, whole)
         for name, size in (("layer_budget", config.layer_budget), ("memory_budget", config.memory_budget))

@@ -16,7 +16,7 @@ from lrmoe.layer.call import Call
 from lrmoe.layer.controller import Controller, StepClock
 from lrmoe.layer.function import MoEFunction, run_forward
 from lrmoe.layer.inputs import Inputs, LayerShape, check_inputs
-from lrmoe.layer.replay import FirstForward, ReplayStore, draw_token, inside_backward, may_recompute
+from lrmoe.layer.replay import FirstForward, ReplayStore, draw_token, inside_backward, lets_go, may_recompute
 from lrmoe.layer.routing import sort_pairs
 from lrmoe.layer.sharded import Sharded
 from lrmoe.layer.weights import Owned, Storage
@@ -160,6 +160,7 @@ class MoELayer:
             first = self._replay.take(token, self._stored(inputs.ids_TK), again=not torch.is_grad_enabled())
             planned, ids_TK = first.planned, first.ids_TK
             planned.open_call.ledger.restart()
+            planned.budget.again = True
             order, _ = sort_pairs(ids_TK, self.shape.experts)
         else:
             moment = self.controller.next_moment() if training else None
@@ -169,6 +170,7 @@ class MoELayer:
                 gradient_bits(inputs, gate_up_proj, down_proj),
                 _compute_dtype(gate_up_proj),
                 gate_up_proj.element_size(),
+                checkpointed=torch.is_grad_enabled() and lets_go(),
             )
             if training and may_recompute():
                 self._replay.put(token, FirstForward(ids_TK=self._stored(inputs.ids_TK), planned=planned))

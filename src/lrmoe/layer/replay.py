@@ -96,6 +96,12 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def lets_go() -> bool:
+    """Whether a non-reentrant checkpoint lets go of what this forward saves."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def may_recompute() -> bool:
     """Whether this forward may be run again by checkpointing: gradients off, or hooks on saved tensors."""
     return (
