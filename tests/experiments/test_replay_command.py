@@ -47,6 +47,9 @@ def test_figures_folder_and_page(capsys: pytest.CaptureFixture[str]) -> None:
     ours, half = (lines[f"replay.{name}backward_ms"]["context"] for name in ("", "drop0.5."))
     assert (ours["max_drop"], half["max_drop"]) == (0.2, 0.5)
     assert {"measured", "modelled", "link", "link_bytes_per_s", "clock"} <= ours.keys()
+    assert ours["activations"] == "recompute"
+    assert "sends the kept pairs' inputs again" in ours["activations_mean"]
+    assert not any("unpacked" in name for name in lines)
     assert ours["phases"]["measured"]["experts_backward"] > 0
     assert ours["phases"]["modelled"]["exchange"] > 0
     assert "Time of one layer call" in err
@@ -59,6 +62,21 @@ def test_figures_folder_and_page(capsys: pytest.CaptureFixture[str]) -> None:
     text = (folder / "report.html").read_text()
     assert "lrmoe, drop 0.5" in text
     assert "Modelled: exchange of rows" in text
+
+
+def test_a_stash_needs_more_memory_and_sends_less(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for activations in ("recompute", "stash"):
+        lines, _ = run(capsys, generator="hot_rank", activations=activations, link="1e9")
+        assert lines["replay.backward_ms"]["context"]["activations"] == activations
+        found[activations] = {
+            name: lines[f"replay.megatron.{name}"]["value"]
+            for name in ("backward_subtotal", "backward_exchange_ms")
+        }
+    assert found["stash"]["backward_subtotal"] > found["recompute"]["backward_subtotal"]
+    assert found["stash"]["backward_exchange_ms"] < found["recompute"]["backward_exchange_ms"]
+    with pytest.raises(ConfigError, match="activations='some'"):
+        make_question(**{**SMALL, "activations": "some"})
 
 
 def test_an_earlier_replay_is_replaced_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from lrmoe.simulate.summary import BASELINE
 _PASSES = ("forward", "backward")
 MEANING = {
     "recompute": "nothing stays at the experts; backward sends the kept pairs' inputs again and computes their first "
-    "projection again, in every system",
+    "projection again, in every system. A stash of two expert widths per pair would outweigh narrow rows, and "
+    "backward's memory would be the complete forward's",
     "stash": "rows and first projections stay at the experts until backward has ended, in every system",
 }
 
