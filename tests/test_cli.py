@@ -115,6 +115,11 @@ def test_version(run: Run) -> None:
     assert run("--version").out == f"lrmoe {lrmoe.__version__}\n"
 
 
+def test_the_package_can_be_run_as_a_module() -> None:
+    command = [sys.executable, "-m", "lrmoe", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.startswith("lrmoe ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -123,6 +128,8 @@ def test_version(run: Run) -> None:
         (("train", "--ep", "0"), "--ep"),
         (("train", "--set", "train.stepz=3"), "did you mean 'train.steps'"),
         (("train", "--set", "lrmoe.max_drop=1.5"), "lrmoe.max_drop=1.5"),
+        (("train", "--set", "lrmoe.policy=nope"), "or 'my_file.py:MyPolicy'"),
+        (("train", "--set", "lrmoe.policy=no-such.py:Mine"), "lrmoe.policy='no-such.py:Mine': no file"),
         (("train", "--preset", "qwen4"), "valid: qwen3-moe-tiny"),
         (("train", "--config", "no-such.toml"), "no-such.toml"),
         (("train", "--set", "data.path=no-such-text", "--set", "train.device=cpu"), "no-such-text"),

@@ -24,6 +24,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"training"}),
     frozenset({"experiments", "report"}),
     frozenset({"debug", "doctor", "cli"}),
+    frozenset({"__main__"}),
 )
 ALLOWED_BESIDE = {("experiments", "report"), ("cli", "debug"), ("cli", "doctor")}
 FLOOR_OF = {part: level for level, parts in enumerate(FLOORS) for part in parts}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import lrmoe
-from lrmoe.errors import ConfigError, InfeasibleError, UnsupportedError
+from lrmoe.errors import ConfigError, InfeasibleError, PlanError, UnsupportedError
 
 if TYPE_CHECKING:
     from lrmoe.training.config import TrainConfig
@@ -109,6 +109,7 @@ def train(
     options = {"model.preset": preset, "train.steps": steps, "train.name": name}
     given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
     settings = _settings(config, [*(overrides or []), *given], resume, overwrite)
+    _check_policy(settings.lrmoe.policy)
     summary = _train(settings, ep, resume, overwrite)
     if summary is None:
         return
@@ -135,6 +136,16 @@ def _settings(config: Path | None, overrides: list[str], resume: bool, overwrite
     from lrmoe.training.config import TrainConfig
 
     return TrainConfig.load(config, overrides)
+
+
+def _check_policy(name: str) -> None:
+    """A policy's file that cannot be loaded is bad usage, said before any process starts."""
+    from lrmoe.planning.policies import get_policy
+
+    try:
+        get_policy(name)
+    except PlanError as error:
+        raise ConfigError(f"lrmoe.{error}") from error
 
 
 def _train(settings: TrainConfig, ep: int | None, resume: bool, overwrite: bool) -> Mapping[str, Any] | None:

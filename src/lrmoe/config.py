@@ -247,7 +247,8 @@ class LRMoEConfig:
             if name == "policy" and isinstance(value, str) and ":" in value:
                 continue  # "my_file.py:MyPolicy", loaded where a layer is built
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-                raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
+                own = ", or 'my_file.py:MyPolicy'" if name == "policy" else ""
+                raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}{own}")
         for name, least in _INTEGERS.items():
             _check_integer(name, getattr(self, name), least)
         if self.total_steps is not None:

@@ -97,9 +97,10 @@ def verdict(run: Run) -> str:
     ours = _systems(run).get("lrmoe")
     if ours is None:
         return "Every system's time is compared with fixed ownership's."
+    saved = ours["backward_subtotal_reduction"]
     return (
-        f"lrmoe's backward takes 1/{number(ours['backward_speedup'])} of fixed ownership's time (measured compute, "
-        f"modelled link) and {percent(ours['backward_subtotal_reduction'])} less memory on the fullest rank."
+        f"lrmoe's backward takes {number(1 / ours['backward_speedup'])} of fixed ownership's time (measured compute, "
+        f"modelled link) and {percent(abs(saved))} {'less' if saved >= 0 else 'more'} memory on the fullest rank."
     )
 
 
@@ -117,7 +118,8 @@ def method(run: Run) -> str:
         f"Measured: {run.summary['measured']}. Modelled: {run.summary['modelled']} ({link(run)}). {s['call']}: "
         f"{s['ranks']} ranks, {s['experts']} experts, top-{s['top_k']}, {s['pairs']:,} pairs, fixed ownership's peak "
         f"{number(s['fixed_peak'], 4)}, {s['history']} calls of history. Rows of {s['hidden']} and experts of "
-        f"{s['expert_width']}, {s['dtype']}, {s['wire']}. Activations: {s['activations']} ({s['activations_mean']}). {s['slots']} weight slots "
-        f"per rank beyond the home experts; estimator {s['estimator']}, score {s['score']}. megatron and lrmoe ran "
+        f"{s['expert_width']}, {s['dtype']}, {s['wire']}. "
+        f"Activations: {s['activations']} ({s['activations_mean']}). {s['slots']} weight slots per rank "
+        f"beyond the home experts; estimator {s['estimator']}, score {s['score']}. megatron and lrmoe ran "
         f"{s['repeats']} times (median), others once."
     )
