@@ -117,7 +117,9 @@ def test_version(run: Run) -> None:
 
 def test_the_package_can_be_run_as_a_module() -> None:
     command = [sys.executable, "-m", "lrmoe", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.startswith("lrmoe ")
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.startswith(
+        "lrmoe "
+    )
 
 
 @pytest.mark.parametrize(
