@@ -412,11 +412,8 @@ def replay(
     ] = "recompute",
     repeats: Annotated[int, typer.Option(help="Runs of megatron and lrmoe; the others run once.")] = 3,
     workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Ranks that run at the same time, one thread each; unset: the CPU's cores, on CUDA 1."
-        ),
-    ] = None,
+        int, typer.Option(help="Ranks that run at the same time on a CPU, one thread and memory for each.")
+    ] = 1,
     name: Annotated[str | None, typer.Option(help="The run's folder is runs/<name>; unset: replay.")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,

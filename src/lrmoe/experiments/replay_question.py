@@ -28,6 +28,9 @@ from lrmoe.telemetry.traces import load
 
 _CPU_SCALE = 8  # a CPU replays rows of an eighth of the model's width unless told otherwise
 _RULE = "third"
+_PRODUCTS = (
+    3  # a process's memory over its ranks' own buffers: copies inside products, what the allocator keeps
+)
 
 
 def make_question(
@@ -54,7 +57,7 @@ def make_question(
     link: str | None = None,
     activations: str = ACTIVATIONS[0],
     repeats: int = 3,
-    workers: int | None = None,
+    workers: int = 1,
 ) -> Question:
     """The question that options ask.
 
@@ -65,7 +68,7 @@ def make_question(
             eighth of it unless given).
         dtype: bf16, fp32 or fp64. device: cpu or cuda; None takes CUDA where it is.
         activations: recompute or stash, of every system.
-        workers: ranks that run at the same time; None: on a CPU as many as it has cores, on CUDA one.
+        workers: ranks that run at the same time, each with memory of its own; on CUDA one.
         link: "third", a device of the hardware table, or bytes per second; None: "third" on a CPU, else h100.
 
     Raises:
@@ -104,7 +107,7 @@ def make_question(
         device=where,
         activations=activations,
         repeats=repeats,
-        workers=_workers(where, topology.ranks) if workers is None else workers,
+        workers=workers,
         link_bytes_per_s=_link(link, where),
     )
 
@@ -151,10 +154,6 @@ def _device(name: str | None) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda': torch sees no CUDA device")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _workers(device: torch.device, ranks: int) -> int:
-    return min(len(os.sched_getaffinity(0)), ranks) if device.type == "cpu" else 1
 
 
 def _link(text: str | None, device: torch.device) -> float | None:
@@ -205,7 +204,7 @@ def needed_bytes(question: Question) -> int:
     return (
         question.topology.experts * shape.weight_bytes
         + tokens
-        + (fullest * row + scratch) * question.workers
+        + _PRODUCTS * (fullest * row + scratch) * question.workers
         + 64 * pairs * (len(question.systems) + 1)
     )
 
