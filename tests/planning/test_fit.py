@@ -122,14 +122,14 @@ def test_the_error_has_the_numbers_and_its_budget_is_the_smallest() -> None:
     message = str(caught.value)
     assert message.startswith("layer_budget: rank 0 needs ")
     for part in (
-        "120 are available",
+        "120 (0.0 MiB) are available",
         "22 of 90 pairs",
         "4 chunks in forward, 4 in backward",
         "micro-batch has about ",
     ):
         assert part in message
     smallest = caught.value.smallest
-    assert f"smallest budget is {smallest} bytes" in message
+    assert f"smallest budget is {smallest} bytes (0.0 MiB) a rank" in message
     assert smallest is not None
     assert fitted(problem, smallest).need == smallest
     with pytest.raises(InfeasibleError):

@@ -17,14 +17,14 @@ from torch import Tensor
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm, Header, HeaderTable
 from lrmoe.distributed.header import Fault
-from lrmoe.errors import InputError, PlanError, RankError
+from lrmoe.errors import ConfigError, InputError, PlanError, RankError
 from lrmoe.layer.budget import CallBudget, budget_limits, device_bytes
 from lrmoe.layer.controller import Controller, Moment
 from lrmoe.layer.experts import BLOCK_ROWS
 from lrmoe.layer.inputs import Inputs
 from lrmoe.layer.past import PastCalls
 from lrmoe.layer.routing import sort_pairs
-from lrmoe.planning import ExpertShape, LayerPlan, Problem, Topology, get_policy
+from lrmoe.planning import ExpertShape, LayerPlan, Problem, Topology, get_policy, policy_info
 from lrmoe.planning.call_memory import CallSizes
 from lrmoe.planning.policies import Policy
 from lrmoe.planning.problem import FloatArray, History, IntArray
@@ -74,6 +74,11 @@ class Announcer:
         self._controller = controller
         self._hidden, self._width = hidden, width
         self._policy = get_policy(config.policy) if policy is None else policy
+        if ":" in config.policy and config.max_drop > 0 and not policy_info(config.policy).drops:
+            raise ConfigError(
+                f"max_drop={config.max_drop}: policy={config.policy!r} drops nothing; valid: max_drop=0, or drops=True "
+                "in the INFO of a policy that leaves pairs out"
+            )
         self._past = PastCalls(config.policy)
         self._homes = homes
         self._met = False

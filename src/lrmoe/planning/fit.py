@@ -314,13 +314,23 @@ def _explain(ladder: _Ladder, first: Fitted, smallest: int, least: Fitted) -> st
     share = 100 * fits / max(problem.pairs, 1)
     plan = least.plan
     saved = "recomputed" if plan.recompute or plan.forward_chunks > 1 else "saved"
+    micro_batch = (
+        f"with {budget}, the largest micro-batch has about {fits} pairs ({share:.1f} % of this one)"
+        if fits
+        else f"with {budget} not even the smallest micro-batch fits"
+    )
     return (
         f"rank {rank} needs {asked} bytes as planned and {int(need_R[rank])} with every means "
         f"({int(plan.replicas_R.sum())} replicas, {plan.forward_chunks} chunks in forward, {plan.backward_chunks} in "
-        f"backward, activations {saved}); {budget} are available. Backward may leave out {problem.drop_cap} of "
-        f"{problem.pairs} pairs, forward none. The smallest budget is {smallest} bytes a rank; with {budget}, the "
-        f"largest micro-batch has about {fits} pairs ({share:.1f} % of this one)"
+        f"backward, activations {saved}); {budget} ({_mib(budget)}) are available. Backward may leave out "
+        f"{problem.drop_cap} of {problem.pairs} pairs, forward none. For this call the smallest budget is {smallest} "
+        f"bytes ({_mib(smallest)}) a rank, for another routing it may be more; {micro_batch}"
     )
+
+
+def _mib(size: int) -> str:
+    """Bytes for a reader."""
+    return f"{size / 2**20:.1f} MiB"
 
 
 def _micro_batch(ladder: _Ladder, least: Fitted) -> int:
