@@ -150,6 +150,18 @@ def test_a_call_within_a_budget_gives_the_same(config: Any, share: int) -> None:
         assert torch.allclose(getattr(found.result, name), getattr(free, name), atol=1e-4), name
 
 
+def test_of_two_budgets_the_error_names_the_one_that_cannot_be_met() -> None:
+    with pytest.raises(InfeasibleError, match=r"^layer_budget: ") as caught:
+        run(CASE, exact(layer_budget=1, memory_budget=2**30))
+    least = caught.value.smallest
+    assert least is not None
+    with pytest.raises(InfeasibleError, match=r"^memory_budget: "):
+        run(CASE, exact(layer_budget=2**30, memory_budget=1))
+    assert run(CASE, exact(layer_budget=least, memory_budget=2**30)).record.chunks > 1
+    with pytest.raises(InfeasibleError, match=r"^layer_budget: "):
+        run(CASE, exact(layer_budget=least - 1, memory_budget=2**30))
+
+
 def test_evaluation_keeps_to_the_budget_too() -> None:
     layer = build(CASE, exact(layer_budget=1))
     with pytest.raises(InfeasibleError), torch.no_grad():

@@ -14,16 +14,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from lrmoe.config import LRMoEConfig
+from lrmoe.errors import InfeasibleError
 from lrmoe.planning import LayerPlan, Problem
 from lrmoe.planning.call_memory import CallMemory, CallSizes, CallWalk
 from lrmoe.planning.fit import Policy, fit, fit_backward
 from lrmoe.planning.problem import IntArray
 from lrmoe.sizes import parse_size
+
+_T = TypeVar("_T")
 
 
 def device_bytes(device: torch.device) -> int:
@@ -87,7 +91,9 @@ class CallBudget:
 
     @property
     def _name(self) -> str:
-        return "layer_budget" if self.model_limit is None else "memory_budget"
+        if self.model_limit is None:
+            return "layer_budget"
+        return "memory_budget" if self.limit is None else "layer_budget and memory_budget together"
 
     def plan(self, problem: Problem, policy: Policy, *, adapts: bool) -> LayerPlan:
         """The plan of the call: the policy's, or what fits the budget.
@@ -97,17 +103,20 @@ class CallBudget:
         """
         if not self.binds:
             return policy(problem)
-        sizes, budget = self.sizes(True), self.limit if self.model_limit is None else self.model_limit
-        found = fit(
-            replace(problem, replica_rows=_replica_rows(sizes)),
-            policy,
-            lambda plan: self._needs(self.predict(plan)),
-            budget,
-            activations=self.config.activations,
-            adapts=adapts,
-            name=self._name,
+        problem = replace(problem, replica_rows=_replica_rows(self.sizes(True)))
+        return self._met(
+            lambda one: (
+                fit(
+                    problem,
+                    policy,
+                    lambda plan: one._needs(one.predict(plan)),
+                    one._budget,
+                    activations=one.config.activations,
+                    adapts=adapts,
+                    name=one._name,
+                ).plan
+            )
         )
-        return found.plan
 
     def predict(self, plan: LayerPlan, kept_RQ: IntArray | None = None) -> CallMemory:
         """The memory of a plan's call, parameters included."""
@@ -134,11 +143,12 @@ class CallBudget:
 
     def refit(self, plan: LayerPlan, kept_RQ: IntArray) -> LayerPlan:
         """The plan at the start of a backward, where it is known what every source keeps: chunks are chosen anew."""
-        budget = self.limit if self.model_limit is None else self.model_limit
-        if plan.exact or budget is None:
+        if plan.exact or not self.binds:
             return plan
-        chunks = fit_backward(
-            plan, lambda one: self._needs(self.predict(one, kept_RQ)), budget, name=self._name
+        chunks = self._met(
+            lambda one: fit_backward(
+                plan, lambda part: one._needs(one.predict(part, kept_RQ)), one._budget, name=one._name
+            )
         )
         plan = replace(plan, backward_chunks=chunks)
         self.memory = self.predict(plan, kept_RQ)
@@ -148,6 +158,22 @@ class CallBudget:
         """The backward is done: nothing of the call waits."""
         self.waiting.stashes = [one for one in self.waiting.stashes if one is not self._stash]
         self._stash = None
+
+    @property
+    def _budget(self) -> int:
+        budget = self.limit if self.model_limit is None else self.model_limit
+        assert budget is not None, "asked under a budget only"
+        return budget
+
+    def _met(self, attempt: Callable[[CallBudget], _T]) -> _T:
+        """What `attempt` finds; of two limits that cannot be met the error speaks of the one that stands in the way."""
+        try:
+            return attempt(self)
+        except InfeasibleError:
+            if self.limit is not None and self.model_limit is not None:
+                for one in (replace(self, model_limit=None), replace(self, limit=None)):
+                    attempt(one)
+            raise
 
     def _needs(self, memory: CallMemory) -> tuple[IntArray, IntArray]:
         """Bytes (R,) of both passes in the terms of the limit that `plan` names."""
