@@ -410,7 +410,7 @@ def replay(
         str,
         typer.Option(help="recompute (backward sends inputs again) or stash (rows stay), of every system."),
     ] = "recompute",
-    repeats: Annotated[int, typer.Option(help="Runs of megatron and lrmoe; the others run once.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Runs of megatron and lrmoe; the others run once.")] = 1,
     workers: Annotated[
         int, typer.Option(help="Ranks that run at the same time on a CPU, one thread and memory for each.")
     ] = 1,

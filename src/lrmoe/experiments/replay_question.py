@@ -56,7 +56,7 @@ def make_question(
     device: str | None = None,
     link: str | None = None,
     activations: str = ACTIVATIONS[0],
-    repeats: int = 3,
+    repeats: int = 1,
     workers: int = 1,
 ) -> Question:
     """The question that options ask.

@@ -72,7 +72,7 @@ class Question:
     dtype: str = "bf16"
     device: torch.device
     activations: str = ACTIVATIONS[0]
-    repeats: int = 3
+    repeats: int = 1
     link_bytes_per_s: float | None = None
     workers: int = 1
 
