@@ -18,6 +18,7 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm, Header, HeaderTable
 from lrmoe.distributed.header import Fault
 from lrmoe.errors import ConfigError, InputError, PlanError, RankError
+from lrmoe.layer.agree import agreed_plan
 from lrmoe.layer.budget import CallBudget, budget_limits, device_bytes
 from lrmoe.layer.controller import Controller, Moment
 from lrmoe.layer.experts import BLOCK_ROWS
@@ -26,7 +27,7 @@ from lrmoe.layer.past import PastCalls
 from lrmoe.layer.routing import sort_pairs
 from lrmoe.planning import ExpertShape, LayerPlan, Problem, Topology, get_policy, policy_info
 from lrmoe.planning.call_memory import CallSizes
-from lrmoe.planning.policies import Policy
+from lrmoe.planning.policies import Policy, UserPolicy
 from lrmoe.planning.problem import FloatArray, History, IntArray
 from lrmoe.planning.rates import Sizes, agreed, copy_price, device_code
 from lrmoe.planning.seats import Seats, seats_of
@@ -130,18 +131,24 @@ class Announcer:
             self._controller.prices = self._prices(moment, gradients, compute_dtype, drop)
             budget = self._budget(inputs, moment, gradients, compute_dtype, weight_bytes, tokens_R)
             budget.checkpointed |= checkpointed
-            plan = self._make_plan(counts_RE, drop, score_mean_E, budget)
+            plan = self._make_plan(counts_RE, drop, score_mean_E, budget, inputs.x_TH.device)
             if moment is not None:
                 self._past.add(plan)
         open_call = OpenCall(record=self._record(plan, moment, inputs), clock=clock)
         ints = met + Header.WIDTH + self._topology.experts + self._topology.experts_per_rank
+        ints += isinstance(self._policy, UserPolicy)  # its plan's digest
         open_call.sent("plan", (self._comm.size - 1) * ints * 8)
         seats = seats_of(plan, homes=self._homes)
         planned = Planned(plan=plan, seats=seats, budget=budget, moment=moment, open_call=open_call)
         return planned, order
 
     def _make_plan(
-        self, counts_RE: IntArray, max_drop: float, score_mean_E: FloatArray | None, budget: CallBudget
+        self,
+        counts_RE: IntArray,
+        max_drop: float,
+        score_mean_E: FloatArray | None,
+        budget: CallBudget,
+        device: torch.device,
     ) -> LayerPlan:
         history = self._past.history()
         problem = make_problem(
@@ -153,7 +160,14 @@ class Announcer:
             prices=self._controller.prices,
             history=history,
         )
-        plan = budget.plan(problem, self._policy, adapts=self._policy is get_policy("lrmoe"))
+        adapts = self._policy is get_policy("lrmoe")
+        if isinstance(self._policy, UserPolicy):
+            who = f"policy={self._policy.name!r}, layer {self._controller.layer}"
+            plan = agreed_plan(
+                self._comm, device, who, lambda: budget.plan(problem, self._policy, adapts=adapts)
+            )
+        else:
+            plan = budget.plan(problem, self._policy, adapts=adapts)
         if plan.overflow_RE is not None and plan.overflow_RE.any():
             raise PlanError(
                 f"policy={self._config.policy!r} leaves {int(plan.overflow_RE.sum())} pairs out of the forward "

@@ -26,7 +26,7 @@ from lrmoe.planning.policies import (
 )
 from lrmoe.planning.policies._fit import fit_policy
 from lrmoe.planning.policies._info import PolicyInfo
-from lrmoe.planning.policies._user import load_policy
+from lrmoe.planning.policies._user import UserPolicy, load_policy
 from lrmoe.planning.policies.eplb import EPLB
 from lrmoe.planning.policies.fastermoe import FasterMoE
 from lrmoe.planning.policies.flexmoe import FlexMoE
@@ -132,6 +132,7 @@ __all__ = [
     "Symi",
     "TopoEP",
     "UltraEP",
+    "UserPolicy",
     "fit_policy",
     "get_policy",
     "load_policy",
