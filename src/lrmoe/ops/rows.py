@@ -55,9 +55,7 @@ def _combine_mixed(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: T
     for block, end in enumerate(bounds):
         first = block * _MIXED_BLOCK
         ends = ends_T[first : first + _MIXED_BLOCK] - begin
-        out[first : first + _MIXED_BLOCK] = _widened(
-            rows_NH, index_M[begin:end], ends, weight_M[begin:end]
-        )
+        out[first : first + _MIXED_BLOCK] = _widened(rows_NH, index_M[begin:end], ends, weight_M[begin:end])
         begin = end
     return out
 
