@@ -80,6 +80,8 @@ def make_question(
     shape = find_model(model or MODEL)
     width = _whole(about.get("width")) or shape.expert_width
     own = _whole(about.get("hidden")) or shape.hidden
+    if hidden is not None and hidden < 1:
+        raise ConfigError(f"--hidden {hidden}: must be at least 1")
     chosen = hidden or (own if where.type == "cuda" else max(own // _CPU_SCALE, 1))
     k = top_k or _whole(about.get("top_k")) or shape.top_k
     if recorded is not None:
