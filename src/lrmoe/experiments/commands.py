@@ -12,6 +12,8 @@ from lrmoe.experiments.presets import get_preset
 if TYPE_CHECKING:
     from lrmoe.experiments.config import Experiment
 
+_FILE_WIDTH = 240  # characters
+
 
 def compare(
     *,
@@ -91,6 +93,8 @@ def _run(preset: str, values: Mapping[str, Any], overwrite: bool, as_json: bool)
     experiment = Experiment.from_dict(preset, values)
     html.check_installed()  # before minutes of training, not after
     console = Console(stderr=as_json)
+    if not console.is_terminal:  # a file or a pipe has no width: tables of many columns keep their words whole
+        console = Console(stderr=as_json, width=_FILE_WIDTH)
     console.print(_announcement(experiment), markup=False, highlight=False, soft_wrap=True)
     summary = run(experiment, overwrite=overwrite)
     loaded = load_run(experiment.folder)
