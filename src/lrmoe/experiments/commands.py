@@ -93,7 +93,7 @@ def _run(preset: str, values: Mapping[str, Any], overwrite: bool, as_json: bool)
     experiment = Experiment.from_dict(preset, values)
     html.check_installed()  # before minutes of training, not after
     console = Console(stderr=as_json)
-    if not console.is_terminal:  # a file or a pipe has no width: tables of many columns keep their words whole
+    if not console.is_terminal:  # a file or a pipe has no width: words of wide tables stay whole
         console = Console(stderr=as_json, width=_FILE_WIDTH)
     console.print(_announcement(experiment), markup=False, highlight=False, soft_wrap=True)
     summary = run(experiment, overwrite=overwrite)
