@@ -106,9 +106,9 @@ class WeightGrads:
     def of(self, seats: slice, homes: int) -> tuple[Tensor | None, Tensor | None]:
         """Buffers of consecutive seats, all of them home seats or all foreign."""
         foreign = seats.start >= homes
-        pair = (self.slot_gate_up, self.slot_down) if foreign else (self.gate_up, self.down)
+        gate_up, down = (self.slot_gate_up, self.slot_down) if foreign else (self.gate_up, self.down)
         at = slice(seats.start - homes, seats.stop - homes) if foreign else seats
-        return tuple(None if tensor is None else tensor[at] for tensor in pair)  # type: ignore[return-value]
+        return None if gate_up is None else gate_up[at], None if down is None else down[at]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.layer.call import Call
-from lrmoe.planning.cells import part_of_cells, ranges, stands
+from lrmoe.planning.cells import between_ranks, part_of_cells, ranges, stands
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.transfers import transfers
 
@@ -138,11 +138,8 @@ def _positions(call: Call, sent_P: Tensor) -> Tensor:
     if call.comm.size == 1:
         return sent_P.to(torch.int32)
     seats, rank = call.seats, call.comm.rank
-    total_R = np.concatenate(
-        (np.zeros_like(seats.assign_RQ[:, :1]), np.cumsum(seats.assign_RQ, axis=1)), axis=1
-    )
-    blocks_RR = np.diff(total_R[:, seats.starts_R], axis=1)
-    begin_R = torch.from_numpy(total_R[rank][seats.starts_R]).to(sent_P.device, non_blocking=True)
+    blocks_RR = between_ranks(seats.assign_RQ[None], seats.starts_R)[0]
+    begin_R = torch.from_numpy(np.cumsum(np.append(0, blocks_RR[rank]))).to(sent_P.device, non_blocking=True)
     before_R = torch.from_numpy(blocks_RR[:rank].sum(axis=0)).to(sent_P.device, non_blocking=True)
     block_P = torch.bucketize(sent_P, begin_R[1:], right=True)
     return (sent_P + (before_R - begin_R[:-1])[block_P]).to(torch.int32)
