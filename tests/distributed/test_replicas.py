@@ -85,11 +85,11 @@ def counted(call: Callable[[], int]) -> tuple[int, int]:
         handed += sum(tensor.numel() * tensor.element_size() for rank, tensor in sends if rank != comm.rank)
         start(self, comm, sends, receives)
 
-    Exchange.__init__ = spy  # type: ignore[method-assign]
+    Exchange.__init__ = spy  # type: ignore[method-assign]  # counts exchanges
     try:
         return call(), handed
     finally:
-        Exchange.__init__ = start  # type: ignore[method-assign]
+        Exchange.__init__ = start  # type: ignore[method-assign]  # put back
 
 
 def fetched(name: str, dtype: torch.dtype) -> None:

@@ -90,5 +90,5 @@ def test_a_system_that_does_not_fit_its_budget_ends_alone() -> None:
         raise InfeasibleError("rank 3 needs 5 bytes")
 
     executor = Executor("big", refuse, None)
-    executor.execute([SimpleNamespace(layer=SimpleNamespace(layer=0))])  # type: ignore[list-item]
+    executor.execute([SimpleNamespace(layer=SimpleNamespace(layer=0))])  # type: ignore[list-item]  # a stand-in
     assert executor.infeasible == "rank 3 needs 5 bytes"

@@ -32,7 +32,7 @@ def ask(loads: list[int], **kwargs: object) -> Problem:
     counts = np.zeros((len(loads), len(loads)), dtype=np.int64)
     counts[0] = loads
     topology = Topology(ranks=len(loads), experts=len(loads))
-    return Problem(counts_RE=counts, topology=topology, **kwargs)  # type: ignore[arg-type]
+    return Problem(counts_RE=counts, topology=topology, **kwargs)  # type: ignore[arg-type]  # any fields
 
 
 def fitted(problem: Problem, budget: int | None, policy: str = "lrmoe", **kwargs: object) -> Fitted:
