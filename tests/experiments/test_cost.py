@@ -71,9 +71,25 @@ def test_micro_batches_do_not_add_to_memory_but_to_rows() -> None:
     calls = [record(ms={"experts": 1.0}, sent={}, micro_batch=i, mem={"stash": 100}) for i in range(3)]
     cost = step_cost([calls, calls])
     assert cost.buffer_bytes == 100
-    assert [(load.layer, load.forward_R, load.backward_R) for load in cost.loads] == [
-        (0, (180, 120), (105, 105))
+    [load] = cost.loads
+    assert (load.layer, load.forward_R, load.backward_R) == (0, (180, 120), (105, 105))
+    assert (load.counts_E, load.quota_E) == ((180, 120), (105, 105)), (
+        "counts are global: not summed over ranks"
+    )
+
+
+def test_energies_are_summed_over_calls_and_ranks_before_they_are_divided() -> None:
+    ranks = [
+        [record(ms={}, sent={}, energy=3.0, energy_dropped=0.5, variance_added=1.0)],
+        [record(ms={}, sent={}, energy=1.0, energy_dropped=0.5, variance_added=2.0)],
     ]
+    cost = step_cost(ranks)
+    assert (cost.energy, cost.energy_dropped, cost.variance_added) == (4.0, 1.0, 3.0)
+    assert (cost.dropped_energy, cost.added_variance) == (0.25, 0.75)
+    line = cost.as_dict()
+    assert (line["dropped_energy"], line["added_variance"], line["kept_share"]) == (0.25, 0.75, 0.7)
+    exact = step_cost([[record(ms={}, sent={})]])
+    assert (exact.dropped_energy, exact.added_variance) == (0.0, 0.0)
 
 
 def test_ranks_that_recorded_different_calls_are_refused() -> None:

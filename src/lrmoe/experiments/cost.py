@@ -28,11 +28,14 @@ class LayerLoad:
     Attributes:
         layer: index of the MoE layer.
         forward_R, backward_R: rows each rank computed forward and backward.
+        counts_E, quota_E: pairs routed to each expert, and those of them that backward kept.
     """
 
     layer: int
     forward_R: tuple[int, ...]
     backward_R: tuple[int, ...]
+    counts_E: tuple[int, ...]
+    quota_E: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,9 @@ class StepCost:
         buffer_bytes: largest over ranks of the token buffers that are alive together: the stashes of a micro-batch's
             calls, plus the most that one call needs beside its stash.
         nonfinite_scores: scores that were not finite.
-        loads: rows per rank, one entry per layer.
+        energy: sum of squared scores, over calls and ranks; 0 where nothing was scored.
+        energy_dropped: of the left-out pairs. variance_added: by sampling, in the units of `energy`.
+        loads: rows per rank and pairs per expert, one entry per layer.
     """
 
     calls: int
@@ -70,6 +75,9 @@ class StepCost:
     backward_peak_rows: int
     buffer_bytes: int
     nonfinite_scores: int
+    energy: float
+    energy_dropped: float
+    variance_added: float
     loads: tuple[LayerLoad, ...]
 
     @property
@@ -77,14 +85,25 @@ class StepCost:
         """Share of the step's pairs that backward kept; 1 where there were none."""
         return self.kept / self.pairs if self.pairs else 1.0
 
+    @property
+    def dropped_energy(self) -> float:
+        """Share of the scores' energy that left-out pairs held; 0 where nothing was scored."""
+        return self.energy_dropped / self.energy if self.energy else 0.0
+
+    @property
+    def added_variance(self) -> float:
+        """Variance added by sampling over the scores' energy; 0 where nothing was scored."""
+        return self.variance_added / self.energy if self.energy else 0.0
+
     def critical_s(self, link_bytes_per_s: float) -> float:
         """Critical path of the step's MoE layers in seconds."""
         return sum(self.phase_ms.values()) / 1e3 + self.critical_bytes / link_bytes_per_s
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a line of metrics.jsonl."""
-        values = asdict(self)
-        return {**values, "phase_ms": dict(self.phase_ms), "kept_share": self.kept_share}
+        shares = ("kept_share", "dropped_energy", "added_variance")
+        values = {**asdict(self), "phase_ms": dict(self.phase_ms)}
+        return {**values, **{name: getattr(self, name) for name in shares}}
 
 
 def step_cost(records_by_rank: Sequence[Sequence[CallRecord]]) -> StepCost:
@@ -112,6 +131,9 @@ def step_cost(records_by_rank: Sequence[Sequence[CallRecord]]) -> StepCost:
         backward_peak_rows=sum(max(call[0].backward_load_R) for call in calls),
         buffer_bytes=max(_buffer_bytes(records) for records in records_by_rank),
         nonfinite_scores=sum(record.nonfinite_scores for records in records_by_rank for record in records),
+        energy=sum(record.energy for records in records_by_rank for record in records),
+        energy_dropped=sum(record.energy_dropped for records in records_by_rank for record in records),
+        variance_added=sum(record.variance_added for records in records_by_rank for record in records),
         loads=_loads(calls),
     )
 
@@ -170,8 +192,14 @@ def _loads(calls: Sequence[Sequence[CallRecord]]) -> tuple[LayerLoad, ...]:
     return tuple(
         LayerLoad(
             layer=layer,
-            forward_R=tuple(map(sum, zip(*(record.forward_load_R for record in records), strict=True))),
-            backward_R=tuple(map(sum, zip(*(record.backward_load_R for record in records), strict=True))),
+            forward_R=_column_sums([record.forward_load_R for record in records]),
+            backward_R=_column_sums([record.backward_load_R for record in records]),
+            counts_E=_column_sums([record.counts_E for record in records]),
+            quota_E=_column_sums([record.quota_E for record in records]),
         )
         for layer, records in sorted(by_layer.items())
     )
+
+
+def _column_sums(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*rows, strict=True)))
