@@ -7,13 +7,13 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from lrmoe.telemetry import PHASES, CallRecord
+from lrmoe.telemetry import CallRecord
+from lrmoe.telemetry.layers import layer_figures, layer_loads, over_all
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class StepMetrics:
         return sum(r.kept for r in self.records) / pairs if pairs else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """One line of metrics.jsonl: `lrmoe/<name>` is the mean over layers, `lrmoe/<name>_worst` the worst layer."""
+        """One line of metrics.jsonl: shares over all calls of the step, `loads` by layer, and `lrmoe/...` figures."""
         names = (
             "step",
             "loss",
@@ -72,61 +72,14 @@ class StepMetrics:
             "step_ms",
             "moe_ms_wall",
             "wire_bytes",
+            "kept_share",
         )
         flat: dict[str, Any] = {name: getattr(self, name) for name in names}
+        flat["dropped_energy"] = over_all(self.records_by_rank, "energy_dropped")
+        flat["added_variance"] = over_all(self.records_by_rank, "variance_added")
         flat["tokens_per_s"] = self.tokens / self.step_ms * 1e3
+        flat["loads"] = layer_loads(self.records_by_rank)
         return {**flat, **layer_figures(self.records_by_rank)}
-
-
-# name -> (value of one call given all ranks' records of it, which of two layers is worse)
-_Figure = tuple[Callable[[Sequence[CallRecord]], float], Callable[[Sequence[float]], float]]
-
-
-def _over_energy(name: str) -> Callable[[Sequence[CallRecord]], float]:
-    def share(call: Sequence[CallRecord]) -> float:
-        energy = sum(r.energy for r in call)
-        return sum(getattr(r, name) for r in call) / energy if energy else 0.0
-
-    return share
-
-
-_FIGURES: dict[str, _Figure] = {
-    "kept_share": (lambda call: call[0].kept_share, min),
-    "forward_peak": (lambda call: call[0].forward_peak, max),
-    "backward_peak": (lambda call: call[0].backward_peak, max),
-    "dropped_energy": (_over_energy("energy_dropped"), max),
-    "added_variance": (_over_energy("variance_added"), max),
-    "nonfinite_scores": (lambda call: sum(r.nonfinite_scores for r in call), max),
-    "chunks": (lambda call: call[0].chunks, max),
-}
-
-
-def layer_figures(records_by_rank: Sequence[Sequence[CallRecord]]) -> dict[str, Any]:
-    """Telemetry of one step under `lrmoe/`: bytes summed over ranks, times and memory of the slowest or fullest one."""
-    calls = list(zip(*records_by_rank, strict=True))
-    if not calls:
-        return {}
-    flat: dict[str, Any] = {}
-    for name, (value, worst) in _FIGURES.items():
-        _put(flat, name, [value(call) for call in calls], worst)
-    for phase in PHASES:
-        _put(flat, f"bytes_{phase}", [sum(r.bytes.get(phase, 0) for r in call) for call in calls], max)
-        _put(flat, f"ms_{phase}", [max(r.ms.get(phase, 0.0) for r in call) for call in calls], max)
-    for part in sorted({part for call in calls for part in call[0].mem}):
-        _put(flat, f"mem_{part}_measured", [max(r.mem.get(part, 0) for r in call) for call in calls], max)
-    for kind in ("predicted", "measured"):
-        peaks = [max(getattr(r, f"peak_{kind}") for r in call) for call in calls]
-        _put(flat, f"mem_peak_{kind}", peaks, max)
-    reasons = [call[0].drop_reason for call in calls]
-    flat["lrmoe/drop_reason"] = max(set(reasons), key=reasons.count)
-    return flat
-
-
-def _put(
-    flat: dict[str, Any], name: str, values: Sequence[float], worst: Callable[[Sequence[float]], float]
-) -> None:
-    flat[f"lrmoe/{name}"] = sum(values) / len(values)
-    flat[f"lrmoe/{name}_worst"] = worst(values)
 
 
 class MetricsWriter:

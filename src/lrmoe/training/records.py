@@ -20,9 +20,14 @@ _SCALARS = (
     "variance_added",
     "nonfinite_scores",
     "bytes_saved_lean",
+    "peak_predicted",
+    "peak_measured",
 )
-_TABLES = (("ms", PHASES), ("wall_ms", PHASES), ("bytes", PHASES), ("mem", PARTS))
-_WHOLE = {"rows_forward_local", "rows_backward_local", "nonfinite_scores", "bytes_saved_lean", "bytes", "mem"}
+_TABLES = (("ms", PHASES), ("wall_ms", PHASES), ("bytes", PHASES), ("mem", PARTS), ("mem_predicted", PARTS))
+_WHOLE = {
+    *("rows_forward_local", "rows_backward_local", "nonfinite_scores", "bytes_saved_lean"),
+    *("peak_predicted", "peak_measured", "bytes", "mem", "mem_predicted"),
+}
 
 
 def gather_records(
