@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lrmoe.errors import RankError
+from lrmoe.experiments.memory import ModelMemory, model_memory
 from lrmoe.telemetry import CallRecord
 
 LINK_RULE = (
@@ -59,6 +60,7 @@ class StepCost:
         energy: sum of squared scores, over calls and ranks; 0 where nothing was scored.
         energy_dropped: of the left-out pairs. variance_added: by sampling, in the units of `energy`.
         loads: rows per rank and pairs per expert, one entry per layer.
+        memory: bytes by part on the fullest rank.
     """
 
     calls: int
@@ -79,6 +81,7 @@ class StepCost:
     energy_dropped: float
     variance_added: float
     loads: tuple[LayerLoad, ...]
+    memory: ModelMemory
 
     @property
     def kept_share(self) -> float:
@@ -103,6 +106,7 @@ class StepCost:
         """Plain values for a line of metrics.jsonl."""
         shares = ("kept_share", "dropped_energy", "added_variance")
         values = {**asdict(self), "phase_ms": dict(self.phase_ms)}
+        del values["memory"]  # the summary has that of the fullest step
         return {**values, **{name: getattr(self, name) for name in shares}}
 
 
@@ -135,6 +139,7 @@ def step_cost(records_by_rank: Sequence[Sequence[CallRecord]]) -> StepCost:
         energy_dropped=sum(record.energy_dropped for records in records_by_rank for record in records),
         variance_added=sum(record.variance_added for records in records_by_rank for record in records),
         loads=_loads(calls),
+        memory=model_memory(records_by_rank),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from lrmoe.config import LRMoEConfig
 from lrmoe.experiments.cost import StepCost
 from lrmoe.experiments.fairness import TRAINS, Sizes, fairness
+from lrmoe.experiments.memory import memory_summary
 from lrmoe.experiments.smoothing import LossWindow
 from lrmoe.experiments.systems import System
 
@@ -140,10 +141,18 @@ class Lane:
             "nonfinite_scores": sum(c.nonfinite_scores for c in costs),
             "tokens": sum(line.tokens for line in self.lines),
             "call_ms": self._call_ms(calls, link_bytes_per_s),
+            "memory": memory_summary([c.memory for c in costs], self.config, self._optimizer_bytes()),
             "fairness": fairness(self.system, self.config, self.role, self.sizes),
             "config": self.config.to_dict(),
             **self.extra,
         }
+
+    def _optimizer_bytes(self) -> int:
+        """Bytes of optimizer states for a rank's own experts, or its shards of all; 0 without sizes."""
+        if self.sizes is None or not self.lines:
+            return 0
+        weights = max(line.cost.memory.measured["weights"] for line in self.lines)
+        return weights // self.sizes.expert.element_bytes * self.sizes.state_bytes
 
     def _call_ms(self, calls: int, link_bytes_per_s: float | None) -> dict[str, float]:
         """Mean milliseconds of a layer call per phase on the critical path; "wire" is the link's part."""
