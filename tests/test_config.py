@@ -94,6 +94,11 @@ def test_a_value_out_of_range_is_refused_with_field_value_and_what_is_valid(
         ({"min_keep": 0, "estimator": "sampled"}, "min_keep=0.*sampled"),
         ({"cooldown_steps": 5}, "cooldown_steps=5.*total_steps"),
         ({"layer_budget": "1GiB", "storage": "sharded"}, "layer_budget='1GiB'.*storage='owned'"),
+        (
+            {"check_every": 10, "layer_budget": "1GiB"},
+            "check_every=10.*layer_budget='1GiB'.*valid with a budget: 0",
+        ),
+        ({"check_every": 10, "memory_budget": "9GiB"}, "check_every=10.*memory_budget='9GiB'"),
         ({"cooldown_steps": 11, "total_steps": 10}, "cooldown_steps=11.*total_steps=10"),
         ({"policy": "megatron", "max_drop": 0.3}, "max_drop=0.3.*megatron"),
     ],
@@ -109,7 +114,6 @@ def test_forbidden_combinations_are_refused(values: dict[str, Any], message: str
         {"drop": "auto"},
         {"select_in": "forward", "score": "alpha"},
         {"max_added_variance": 0.1},
-        {"check_every": 10},
     ],
 )
 def test_what_this_version_cannot_do_is_refused_by_name(values: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ RANGES = {
     "layer_budget": "`None`, integer >= 1 or text",
     "min_keep": 'integer >= 0; >= 1 with `estimator="sampled"`',
     "peak_target": "> 0",
-    "check_every": "`0`",
+    "check_every": "integer >= 0; 0 with a budget",
     "warmup_steps": "integer >= 0",
     "cooldown_steps": "integer >= 0, at most `total_steps`",
     "total_steps": "`None` or integer >= 1",

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from lrmoe.layer.backward import Wanted, walk_backward
 from lrmoe.layer.call import Call
+from lrmoe.layer.check import check_gradients, is_checked
 from lrmoe.layer.experts import scratch
 from lrmoe.layer.forward import Walked, walk_forward
 
@@ -29,7 +30,8 @@ class MoEFunction(torch.autograd.Function):
         with torch.autocast(x_TH.device.type, enabled=False):
             walked = run_forward(call, order_N, x_TH, alpha_TK, gate_up, down)
         ctx.call = call
-        again = x_TH if call.carries else None  # an input that backward may send once more
+        # An input that backward may send once more, or that a check starts from.
+        again = x_TH if call.carries or is_checked(call) else None
         ctx.save_for_backward(
             order_N, alpha_TK, gate_up, down, again, walked.place_N, walked.x, walked.index_M, walked.h_M2I,
             walked.phi_norm_N, walked.y_NH,
@@ -49,17 +51,22 @@ class MoEFunction(torch.autograd.Function):
             torch.autocast(grad_TH.device.type, enabled=False),
             scratch.fresh(call.budget.binds, call.open_call.ledger.follow),
         ):
+            g_TH = call.cast(grad_TH)
             grads = walk_backward(
                 call,
                 Walked(out_TH=grad_TH, place_N=place, x=x, index_M=index, h_M2I=h, phi_norm_N=norm, y_NH=y),
-                call.cast(grad_TH),
-                None if again is None else call.cast(again),
+                g_TH,
+                call.cast(again) if call.carries else None,
                 alpha_TK,
                 order_N,
                 gate_up,
                 down,
                 wanted,
             )
+            if is_checked(call) and not call.open_call.repeated:
+                x_TH = again.to(call.compute_dtype)
+                check_gradients(call, grads, g_TH, x_TH, alpha_TK, order_N, gate_up, down, wanted)
+            del g_TH
         call.budget.end()
         if call.moment is not None and not call.open_call.repeated:
             call.open_call.finished = True

@@ -28,6 +28,8 @@ class CallRecord:
     call moved; one row per pair may seat others, and so move others.
     `peak_measured` is the most that booked buffers held at once (on CUDA, the allocator), `peak_predicted` what a call
     under a budget was predicted to need at most, index vectors and operators' results included.
+    `check_cosine` and `check_relative_error` compare the pruned gradient of all ranks with the exact one, where
+    `check_every` chose the call; else None.
     `counts_RE`, int64 (R, E), pairs from each source to each expert, stays only where telemetry keeps it for a trace.
     """
 
@@ -61,6 +63,8 @@ class CallRecord:
     peak_measured: int = 0
     recomputed: bool = False
     observed: dict[str, float] = field(default_factory=dict)
+    check_cosine: float | None = None
+    check_relative_error: float | None = None
     counts_RE: IntArray | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -132,6 +136,8 @@ class CallRecord:
         flat.update({f"mem_{part}_predicted": size for part, size in self.mem_predicted.items()})
         flat["mem_peak_predicted"], flat["mem_peak_measured"] = self.peak_predicted, self.peak_measured
         flat.update({f"observed_{name}": value for name, value in self.observed.items()})
+        if self.check_cosine is not None:
+            flat.update(check_cosine=self.check_cosine, check_relative_error=self.check_relative_error)
         return flat
 
 
