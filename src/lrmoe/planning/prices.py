@@ -2,11 +2,12 @@
 
 Dropping is one more rank of capacity `drop_cap` that every expert may use, so the least peak is
     T = max over non-empty sets D of ranks of max(ceil((f(D) - cap) / |D|), ceil(f_m(D) / |D|)),
-f(D) = pairs and f_m(D) = floors of the experts whose instances all lie in D. Given T, the loss sum_e S_e^2 / q_e (added
-variance of a sampled estimator with sums of scores S_e; without history S_e = count) is made small subject to
-    sum_e (x[e, d] / n[e]) q[e] <= T   for every rank d, x the pairs that run on d in forward.
-Stationarity: one price p[d] per rank, P_e = sum_d (x[e, d] / n[e]) p[d], q_e = S_e / sqrt(P_e) inside its bounds: one
-sampling constant (equal fractions, without history) for all experts whose ranks cost the same.
+f(D) = pairs and f_m(D) = floors of the experts whose instances all lie in D. Given T, the loss sum_i S_i^2 / q_i (added
+variance of a sampled estimator; i the cells of score_bins.py with sums of scores S_i and q_i <= n_i kept pairs; without
+history one cell per expert and S = count) is made small subject to
+    sum_e (x[e, d] / n[e]) q[e] <= T   for every rank d, x the pairs that run on d in forward, q[e] over e's cells.
+Stationarity: one price p[d] per rank, P_e = sum_d (x[e, d] / n[e]) p[d], q_i = min(n_i, S_i / sqrt(P_e)): one sampling
+constant (equal fractions, without history) for all experts whose ranks cost the same.
 
 Shape letters: R ranks, E experts, J instances.
 """
@@ -20,7 +21,8 @@ import numpy as np
 from lrmoe.errors import InfeasibleError
 from lrmoe.planning.flow import UNLIMITED, Network
 from lrmoe.planning.problem import FloatArray, IntArray, Problem
-from lrmoe.planning.quotas import cut_ranks, loss_weight, overload_goal
+from lrmoe.planning.quotas import cut_ranks, overload_goal
+from lrmoe.planning.score_bins import Cells
 
 _ROUNDS = 16
 _CLOSE = 2e-3  # relative distance of a rank's load from its target at which prices stand
@@ -177,12 +179,12 @@ def _priced(places: _Places, pairs_J: IntArray, keep_R: IntArray) -> FloatArray:
     ranks, experts = keep_R.size, problem.topology.experts
     high, low = problem.counts_E.astype(np.float64), problem.floor_E.astype(np.float64)
     share_J = pairs_J / np.maximum(high, 1.0)[expert_J]
-    weight, target = loss_weight(problem), np.maximum(keep_R, 1).astype(np.float64)
-    weight = weight * (float(keep_R.sum()) / max(float(weight.sum()), 1e-300))
+    cells, target = Cells.of(problem), np.maximum(keep_R, 1).astype(np.float64)
+    constant = cells.constant(float(keep_R.sum()))
     price = np.ones(ranks)
     for _ in range(_ROUNDS):
         total = np.bincount(expert_J, share_J * price[rank_J], minlength=experts)
-        quota = np.clip(weight / np.sqrt(np.maximum(total, 1e-12)), low, high)
+        quota = np.clip(cells.kept(constant / np.sqrt(np.maximum(total, 1e-12))), low, high)
         kept_J = share_J * quota[expert_J]
         ratio = np.bincount(rank_J, kept_J, minlength=ranks) / target
         if float(np.abs(ratio - 1.0).max()) < _CLOSE:

@@ -101,6 +101,8 @@ class Problem:
         min_keep: least kept pairs of an expert that has any.
         peak_target: in mean loads of the complete call; read by "overload" only.
         score_mean_E: float64 (E,) or None, running mean of the score per pair of each expert, from past calls.
+        score_bins: float64 (E, B, 2) or None, how each expert's scores are spread (score_bins.ScoreHistory); read
+            beside `score_mean_E`.
         budget_rows: rows that fit a rank, replicas included, or None for no limit.
         recompute_rows: rows that fit a rank when activations are not saved, or None where that changes nothing.
         max_chunks: most parts that a rank's rows may run in.
@@ -128,6 +130,7 @@ class Problem:
     min_keep: int = 1
     peak_target: float = 1.0
     score_mean_E: FloatArray | None = None
+    score_bins: FloatArray | None = None
     budget_rows: int | None = None
     recompute_rows: int | None = None
     max_chunks: int = 64

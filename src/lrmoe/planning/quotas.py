@@ -2,7 +2,9 @@
 
 With every expert at home, dropping is one more rank of capacity `drop_cap` that every expert may use, so the least
 peak is a water level: cut the most loaded ranks down to one common height. Inside a rank all choices give the same
-peak, and the kept pairs go where least is lost.
+peak, and the kept pairs go where least is lost: one sampling constant c keeps min(1, c * score) of every pair, which is
+the variance optimum of the sampled estimator. What it keeps of an expert is read off past scores (score_bins.py);
+without history all experts keep equal fractions.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from lrmoe.planning.problem import FloatArray, IntArray, Problem
+from lrmoe.planning.score_bins import Cells
 
 
 def fill(total: int, weight_E: FloatArray, low_E: IntArray, high_E: IntArray) -> IntArray:
@@ -134,31 +137,17 @@ def home_quotas(problem: Problem, cap_R: IntArray | None = None) -> IntArray:
         return counts
     shape = (topology.ranks, topology.experts_per_rank)
     counts_RL, floor_RL = counts.reshape(shape), problem.floor_E.reshape(shape)
-    weight_RL = loss_weight(problem).reshape(shape)
+    cells, local = Cells.of(problem), topology.experts_per_rank
     load_R, floor_R = counts_RL.sum(axis=1), floor_RL.sum(axis=1)
     goal = problem.pairs if alone else overload_goal(problem)
     drops_R = cut_ranks(problem, load_R, floor_R, goal, cap_R)
     quota_RL = counts_RL.copy()
     for rank in np.flatnonzero(drops_R):
         keep = int(load_R[rank] - drops_R[rank])
-        quota_RL[rank] = fill(keep, weight_RL[rank], floor_RL[rank], counts_RL[rank])
+        own = cells.part(slice(int(rank) * local, (int(rank) + 1) * local))
+        wanted_L = own.kept(own.constant(float(keep)))
+        quota_RL[rank] = fill(keep, wanted_L, floor_RL[rank], counts_RL[rank])
     return quota_RL.reshape(-1)
-
-
-def loss_weight(problem: Problem) -> FloatArray:
-    """Weight of each expert's quota: its sum of scores where history knows it, its count where not.
-
-    One sampling constant for all experts of a rank (quota proportional to the sum of scores) is the variance optimum
-    of the sampled estimator; without history equal fractions.
-    """
-    counts = problem.counts_E.astype(np.float64)
-    if problem.score_mean_E is None:
-        return counts
-    mean = np.asarray(problem.score_mean_E, dtype=np.float64)
-    known = np.isfinite(mean) & (mean > 0)
-    if not known.any():
-        return counts
-    return counts * np.where(known, mean, mean[known].mean())
 
 
 def split_quota(quota_E: IntArray, counts_RE: IntArray, offset_E: IntArray | None = None) -> IntArray:

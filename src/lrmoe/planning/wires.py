@@ -27,8 +27,9 @@ from lrmoe.planning.cuts import Cuts, Places
 from lrmoe.planning.flow import UNLIMITED
 from lrmoe.planning.prices import Quotas, in_place, replica_quotas
 from lrmoe.planning.problem import FloatArray, IntArray, Problem
-from lrmoe.planning.quotas import fill, loss_weight, overload_goal
+from lrmoe.planning.quotas import fill, overload_goal
 from lrmoe.planning.routing import route
+from lrmoe.planning.score_bins import Cells
 
 _ROUNDS = 40
 _TRIES = 256  # levels above the bound that are tried for whole quotas
@@ -162,13 +163,13 @@ def _priced(cuts: Cuts, total: int, level: int) -> FloatArray:
     low, high = problem.floor_E.astype(np.float64), problem.counts_E.astype(np.float64)
     table_KE = np.vstack([*cuts.rows, np.ones_like(high)])
     limit_K = np.maximum(np.append(cuts.limits(level), float(total)), 1e-9)
-    weight = loss_weight(problem)
-    weight = weight * (float(total) / max(float(weight.sum()), 1e-300))
+    cells = Cells.of(problem)
+    constant = cells.constant(float(total))
     price_K = np.ones(limit_K.size)
     quota = high
     for _ in range(_ROUNDS):
         paid = (table_KE * price_K[:, None]).sum(axis=0)
-        quota = np.clip(weight / np.sqrt(np.maximum(paid, 1e-12)), low, high)
+        quota = np.clip(cells.kept(constant / np.sqrt(np.maximum(paid, 1e-12))), low, high)
         ratio = (table_KE * quota).sum(axis=1) / limit_K
         price_K = np.clip(price_K * ratio * ratio, 1e-9, 1e12)
     return quota

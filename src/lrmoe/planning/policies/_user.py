@@ -115,8 +115,9 @@ def _guarded(problem: Problem) -> Problem:
             previous=None if previous is None else _read_only_fields(previous),
         )
     changes: dict[str, Any] = {"counts_RE": _read_only(problem.counts_RE), "history": history}
-    if problem.score_mean_E is not None:
-        changes["score_mean_E"] = _read_only(problem.score_mean_E)
+    for name in ("score_mean_E", "score_bins"):
+        if (value := getattr(problem, name)) is not None:
+            changes[name] = _read_only(value)
     return dataclasses.replace(problem, **changes)
 
 

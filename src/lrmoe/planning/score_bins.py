@@ -1,0 +1,123 @@
+"""What past calls told of the scores: means, and a coarse histogram of each expert's scores relative to its mean.
+
+The sampled estimator keeps a pair with probability min(1, c * score). How many pairs of an expert one constant c keeps
+therefore depends on how its scores are spread, not on their sum alone; seven octaves (a factor of two each) around the
+expert's own mean predict it, and the variance that sampling adds, to about one percent. Docs: docs/estimators.md.
+
+Shape letters: E experts, B bins, F columns of sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lrmoe.planning.problem import FloatArray, Problem
+
+BINS = 7
+LOWEST = (
+    -3
+)  # bin b holds scores in [2^(b + LOWEST), 2^(b + LOWEST + 1)) means; the ends take what lies beyond
+COLUMNS = 3 + 2 * BINS  # pairs, scores, squared scores; pairs by bin; scores over the mean by bin
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreHistory:
+    """Scores of past calls, every expert filled in: one without past has the average of the others.
+
+    Attributes:
+        mean_E: float64 (E,), score per pair. square_E: float64 (E,), squared score per pair.
+        bins_EB2: float64 (E, B, 2), share of the pairs in each bin, and their mean score over the expert's.
+    """
+
+    mean_E: FloatArray
+    square_E: FloatArray
+    bins_EB2: FloatArray
+
+    @classmethod
+    def from_sums(cls, sums_EF: FloatArray) -> ScoreHistory | None:
+        """What sums over past pairs say, float64 (E, COLUMNS); None where no expert has any."""
+        known = np.isfinite(sums_EF).all(axis=1) & (sums_EF[:, 0] > 0) & (sums_EF[:, 1] > 0)
+        if not known.any():
+            return None
+        pairs_E = np.where(known, sums_EF[:, 0], 1.0)
+        mean_E, square_E = sums_EF[:, 1] / pairs_E, sums_EF[:, 2] / pairs_E
+        by_bin = sums_EF[:, 3:].reshape(-1, 2, BINS)
+        share, scores = by_bin[:, 0] / pairs_E[:, None], by_bin[:, 1] / pairs_E[:, None]
+        spread = known & (by_bin[:, 0].sum(axis=1) > 0)  # of an old state only the means are known
+        if spread.any():
+            share, scores = _filled(share, spread), _filled(scores, spread)
+        else:
+            share, scores = np.zeros_like(share), np.zeros_like(scores)
+            share[:, -LOWEST] = scores[:, -LOWEST] = 1.0
+        inside = np.divide(scores, share, out=np.zeros_like(scores), where=share > 0)
+        return cls(
+            mean_E=_filled(mean_E, known),
+            square_E=_filled(square_E, known),
+            bins_EB2=np.stack([share, inside], axis=2),
+        )
+
+
+def _filled(value: FloatArray, known: np.ndarray) -> FloatArray:
+    """The value of known experts, for others the mean of those."""
+    value = np.array(value)
+    value[~known] = value[known].mean(axis=0)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cells:
+    """An expert's pairs in groups of about equal score: what one sampling constant keeps of them.
+
+    Attributes:
+        pairs_EB: float64 (E, B), pairs. weight_EB: float64 (E, B), their sum of scores (any common unit).
+    """
+
+    pairs_EB: FloatArray
+    weight_EB: FloatArray
+
+    @classmethod
+    def of(cls, problem: Problem) -> Cells:
+        """Cells of a call by what history knows; without any one cell per expert and equal scores."""
+        counts_E = problem.counts_E.astype(np.float64)
+        if problem.score_mean_E is None:
+            return cls(pairs_EB=counts_E[:, None], weight_EB=counts_E[:, None])
+        mean_E = np.asarray(problem.score_mean_E, dtype=np.float64)
+        known = np.isfinite(mean_E) & (mean_E > 0)
+        if not known.any():
+            return cls(pairs_EB=counts_E[:, None], weight_EB=counts_E[:, None])
+        weight_E = counts_E * np.where(known, mean_E, mean_E[known].mean())
+        bins = problem.score_bins
+        if bins is None:
+            return cls(pairs_EB=counts_E[:, None], weight_EB=weight_E[:, None])
+        pairs_EB = counts_E[:, None] * bins[:, :, 0]
+        return cls(pairs_EB=pairs_EB, weight_EB=weight_E[:, None] * bins[:, :, 0] * bins[:, :, 1])
+
+    def part(self, experts: slice) -> Cells:
+        """Of some experts."""
+        return Cells(pairs_EB=self.pairs_EB[experts], weight_EB=self.weight_EB[experts])
+
+    def kept(self, constant_E: FloatArray | float) -> FloatArray:
+        """Pairs that constants keep, float64 (E,): min(pairs, constant * weight) in every cell."""
+        scaled = self.weight_EB * np.reshape(constant_E, (-1, 1))
+        return np.minimum(self.pairs_EB, scaled).sum(axis=1)
+
+    def constant(self, total: float) -> float:
+        """The one constant that keeps `total` pairs; large where that is all of them."""
+        weight, pairs = self.weight_EB.reshape(-1), self.pairs_EB.reshape(-1)
+        used = (weight > 0) & (pairs > 0)
+        weight, pairs = weight[used], pairs[used]
+        if not weight.size:
+            return 1.0
+        full = pairs / weight  # constant at which a cell is kept whole
+        order = np.argsort(full, kind="stable")
+        full, weight, pairs = full[order], weight[order], pairs[order]
+        whole, rest = np.cumsum(pairs), np.cumsum(weight[::-1])[::-1]
+        # At full[i] the cells up to i are whole, those behind it in proportion.
+        reached = whole + full * np.append(rest[1:], 0.0)
+        place = int(np.searchsorted(reached, total))
+        if place >= full.size:
+            return float(full[-1])
+        before = float(whole[place - 1]) if place else 0.0
+        return (total - before) / float(rest[place])
