@@ -257,7 +257,7 @@ def test_bad_usage_is_refused_before_anything_starts(options: dict[str, Any], me
 
 
 def lane(name: str, loss: float) -> Lane:
-    made = Lane(get_system(name), LRMoEConfig(), target_loss=1.0, smoothing_steps=1, max_steps=9)
+    made = Lane(get_system(name), LRMoEConfig(), targets=[1.0], smoothing_steps=1, max_steps=9)
     made.add(loss, 1, step_cost([[record(ms={"experts": 1.0}, sent={})]]))
     return made
 

@@ -136,7 +136,8 @@ def test_window_must_hold_a_step() -> None:
 
 
 def lane_after(losses: list[float], *, target: float | None = 2.0) -> Lane:
-    lane = Lane(get_system("lrmoe"), LRMoEConfig(), target_loss=target, smoothing_steps=2, max_steps=9)
+    targets = [] if target is None else [target]
+    lane = Lane(get_system("lrmoe"), LRMoEConfig(), targets=targets, smoothing_steps=2, max_steps=9)
     for loss in losses:
         if lane.running:
             lane.add(loss, 100, step_cost(two_ranks()))
@@ -169,6 +170,31 @@ def test_without_a_target_the_last_step_ends_a_lane() -> None:
     lost = lane_after([3.0] * 8 + [math.nan], target=None)
     assert not lost.reached
     assert not lost.running
+
+
+def test_several_targets_run_to_the_lowest_and_each_has_its_own_figures() -> None:
+    lane = Lane(get_system("lrmoe"), LRMoEConfig(), targets=[3.0, 1.0, 2.0], smoothing_steps=1, max_steps=9)
+    for loss, energy in ((4.0, 0.0), (3.0, 4.0), (2.5, 2.0), (1.0, 1.0)):
+        assert lane.running
+        ranks = [[record(ms={"experts": 1.0}, sent={}, energy=energy, energy_dropped=1.0)]]
+        lane.add(loss, 100, step_cost(ranks))
+    assert lane.reached
+    found = {entry["target"]: entry for entry in lane.summary(LINK)["to_target"]}
+    assert list(found) == [3.0, 1.0, 2.0]
+    assert [found[target]["steps"] for target in (3.0, 2.0, 1.0)] == [2, 4, 4], "first at or below it"
+    assert found[3.0]["critical_s"] == pytest.approx(2e-3)
+    assert found[3.0]["wall_s"] == pytest.approx(4e-3)
+    assert found[3.0]["dropped_energy"] == 0.25, "the exact first step scored nothing and does not count"
+    assert found[1.0]["dropped_energy"] == pytest.approx((1 / 4 + 1 / 2 + 1 / 1) / 3)
+
+
+def test_a_target_that_was_not_reached_has_no_figures_and_steps_stand_for_a_missing_target() -> None:
+    missed = lane_after([3.0, 2.9, 2.8]).summary(LINK)["to_target"]
+    assert [(entry["target"], entry["reached"], entry["critical_s"]) for entry in missed] == [
+        (2.0, False, None)
+    ]
+    done = lane_after([3.0] * 9, target=None).summary(LINK)["to_target"]
+    assert [(entry["target"], entry["reached"], entry["steps"]) for entry in done] == [(None, True, 9)]
 
 
 def test_an_unreached_target_is_said() -> None:

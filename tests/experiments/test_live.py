@@ -11,14 +11,14 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.experiments import live
 from lrmoe.experiments.cost import step_cost
 from lrmoe.experiments.lane import Lane
-from lrmoe.experiments.live import Progress
+from lrmoe.experiments.live import Place, Progress, duration
 from lrmoe.experiments.systems import get_system
 from tests.experiments.records import record
 
 
 def lanes() -> list[Lane]:
     return [
-        Lane(get_system(name), LRMoEConfig(), target_loss=2.0, smoothing_steps=1, max_steps=9)
+        Lane(get_system(name), LRMoEConfig(), targets=[2.0], smoothing_steps=1, max_steps=9)
         for name in ("megatron", "lrmoe")
     ]
 
@@ -63,7 +63,7 @@ def test_nothing_to_say_before_the_first_step() -> None:
 def test_without_a_target_and_with_many_systems_every_one_has_its_line() -> None:
     out = io.StringIO()
     racing = [
-        Lane(get_system(name), LRMoEConfig(max_drop=0), target_loss=None, smoothing_steps=1, max_steps=1)
+        Lane(get_system(name), LRMoEConfig(max_drop=0), smoothing_steps=1, max_steps=1)
         for name in ("megatron", "ultraep", "symi", "lrmoe")
     ]
     console = Console(file=out, width=100)
@@ -72,3 +72,32 @@ def test_without_a_target_and_with_many_systems_every_one_has_its_line() -> None
             lane.add(4.0, 1, step_cost([[record(ms={"experts": 500.0}, sent={})]]))
         progress.update(1, None)
     assert out.getvalue().count("done in 1 steps\n") == 4
+
+
+def test_one_of_several_says_its_number_and_the_time_that_all_of_them_need() -> None:
+    out = io.StringIO()
+    place = Place(number=2, of=4, name="qwen-seed1", left=2, took_s=(100.0, 140.0))
+    console = Console(file=out, width=200)
+    with Progress(lanes(), target_loss=2.0, max_steps=9, every=1, console=console, place=place) as progress:
+        progress.update(1, None)
+    assert out.getvalue().startswith("[2/4 qwen-seed1] step 1, 0 s, about 6 min left: megatron")
+
+
+def test_its_table_leaves_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "REFRESH_S", 0.0)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    place = Place(number=1, of=4, name="qwen-seed0", left=3)
+    with Progress(lanes(), target_loss=None, max_steps=9, every=1, console=console, place=place) as progress:
+        progress.update(1, None)
+    assert "cell 1 of 4, qwen-seed0, at most 0 s left" in out.getvalue()
+    assert out.getvalue().rstrip().endswith("\x1b[2K"), "the last lines are erased"
+
+
+def test_time_left_without_cells_before_is_that_of_all_steps() -> None:
+    place = Place(number=1, of=3, name="a", left=2)
+    assert place.remaining(0, 50, 3.0) == "time left not known yet"
+    assert place.remaining(10, 50, 20.0) == "at most 5 min left", "2 x 100 s, and 80 s of this one"
+    done = Place(number=3, of=3, name="c", left=0, took_s=(10.0,))
+    assert done.remaining(10, 50, 20.0) == "about 0 s left", "never below zero"
+    assert [duration(s) for s in (3, 100, 5400, 7300)] == ["3 s", "2 min", "1 h 30 min", "2 h 02 min"]

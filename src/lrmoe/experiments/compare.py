@@ -22,7 +22,7 @@ from lrmoe.errors import LRMoEError
 from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.cost import LINK_RULE, link_speed
 from lrmoe.experiments.lane import Lane
-from lrmoe.experiments.live import Progress
+from lrmoe.experiments.live import Place, Progress
 from lrmoe.experiments.racers import Racer, lanes_of, make_racers, turns
 from lrmoe.report.data import BASELINE
 from lrmoe.telemetry.figures import environment
@@ -36,11 +36,12 @@ _NO_LINK = f"No link speed, so no critical path: it needs {BASELINE}, or compare
 SAME_LOSS = 1e-5  # relative: first losses of systems that started from the same weights and data
 
 
-def compare(experiment: Experiment, *, overwrite: bool = False) -> dict[str, Any]:
+def compare(experiment: Experiment, *, overwrite: bool = False, place: Place | None = None) -> dict[str, Any]:
     """Run a comparison and write its folder: config.toml, metrics.jsonl, trace.parquet, summary.json.
 
     Args:
         overwrite: replace an earlier run of the same name.
+        place: which of several comparisons it is, for the display.
 
     Returns:
         The summary. `reached` is false for a system that does not reach the target within `max_steps`, or without a
@@ -52,7 +53,7 @@ def compare(experiment: Experiment, *, overwrite: bool = False) -> dict[str, Any
     """
     check_free(experiment.train, overwrite=overwrite)
     begin = time.monotonic()
-    found = run_workers("lrmoe.experiments.compare:contest", experiment.compare.ep, (experiment,))[0]
+    found = run_workers("lrmoe.experiments.compare:contest", experiment.compare.ep, (experiment, place))[0]
     summary = {**_header(experiment), **found, "total_s": time.monotonic() - begin}
     (experiment.folder / SUMMARY).write_text(
         json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8"
@@ -65,7 +66,11 @@ def _header(experiment: Experiment) -> dict[str, Any]:
     return {
         "kind": "compare",
         "preset": experiment.preset,
-        "target_loss": c.target_loss,
+        "target_loss": c.aims[-1] if c.aims else None,
+        "targets": list(c.aims),
+        "against": c.base,
+        "regime": c.regime,
+        "router_aux_loss": experiment.train.train.router_aux_loss,
         "smoothing": {"kind": "mean of the last steps", "steps": c.smoothing_steps},
         "max_steps": c.max_steps,
         "world_size": c.ep,
@@ -75,7 +80,7 @@ def _header(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def contest(experiment: Experiment) -> dict[str, Any]:
+def contest(experiment: Experiment, place: Place | None = None) -> dict[str, Any]:
     """What every rank runs; returns the measured part of the summary."""
     c, group = experiment.compare, dist.group.WORLD
     corpus = agreed(group, lambda: Corpus.load(experiment.train.data))
@@ -85,7 +90,7 @@ def contest(experiment: Experiment) -> dict[str, Any]:
     with ExitStack() as stack:
         main = dist.get_rank() == 0
         agreed(group, lambda: claim(experiment.train, experiment.write, fresh=True) if main else None)
-        out, progress = _outputs(experiment, lanes, stack) if main else (None, None)
+        out, progress = _outputs(experiment, lanes, stack, place) if main else (None, None)
         trace = stack.enter_context(_trace(experiment, racers[0])) if main else None
         for i in range(c.max_steps):
             for racer in turns(racers, i):
@@ -113,12 +118,15 @@ def common_loss(lanes: Sequence[Lane]) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def _outputs(experiment: Experiment, lanes: Sequence[Lane], stack: ExitStack) -> tuple[IO[str], Progress]:
+def _outputs(
+    experiment: Experiment, lanes: Sequence[Lane], stack: ExitStack, place: Place | None
+) -> tuple[IO[str], Progress]:
     """metrics.jsonl and the display, on rank 0."""
     c = experiment.compare
     out = stack.enter_context((experiment.folder / METRICS).open("w", encoding="utf-8"))
     every = experiment.train.train.log_every
-    progress = Progress(lanes, target_loss=c.target_loss, max_steps=c.max_steps, every=every)
+    target = c.aims[-1] if c.aims else None
+    progress = Progress(lanes, target_loss=target, max_steps=c.max_steps, every=every, place=place)
     return out, stack.enter_context(progress)
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError
+from lrmoe.experiments.lists import is_number, non_negative_numbers, positive_numbers, seeds, words
 from lrmoe.experiments.systems import System, expand, get_systems
 from lrmoe.report.data import BASELINE
-from lrmoe.training.config import TrainConfig
+from lrmoe.training.config import TABLES, TrainConfig
+
+REGIMES = ("scratch", "continued", "memorise")
+# what every system states itself: another value in the common configuration would be ignored
+_OF_SYSTEMS = ("policy", "storage")
 
 
 def _option(default: Any, valid: str, doc: str) -> Any:
@@ -38,6 +43,30 @@ class CompareConfig:
         "number > 0",
         "Training loss at which the smoothed loss of a system has arrived; unset: all do `max_steps` steps.",
     )
+    targets: tuple[float, ...] = _option(
+        (),
+        "numbers > 0",
+        "Several losses, instead of `target_loss`: systems run to the lowest, and are timed to each.",
+    )
+    seeds: tuple[int, ...] = _option((), "integers >= 0", "A comparison for each, instead of `train.seed`.")
+    models: tuple[str, ...] = _option(
+        (),
+        "names",
+        "A comparison for each, instead of the table [model]: presets, Hub names, or directories. `model.overrides` "
+        "are kept.",
+    )
+    aux: tuple[float, ...] = _option(
+        (), "numbers >= 0", "A comparison for each, instead of `train.router_aux_loss`."
+    )
+    regime: str | None = _option(
+        None,
+        ", ".join(f"`{name}`" for name in REGIMES),
+        "Where training starts and on which text, with its own batch, learning rate and, for memorise, target; unset: "
+        "as the other tables say.",
+    )
+    against: str | None = _option(
+        None, "name", f"System that ratios are taken to; unset: {BASELINE}, where it is compared."
+    )
     max_steps: int = _option(
         400,
         "integer >= 1",
@@ -56,9 +85,11 @@ class CompareConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "systems", _names(self.systems))
+        object.__setattr__(self, "systems", words("systems", self.systems))
         get_systems(self.systems)
         object.__setattr__(self, "systems", expand(self.systems))
+        for name, check in _LISTS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         for name, least in _INTEGERS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -67,8 +98,40 @@ class CompareConfig:
             _check_positive("target_loss", self.target_loss)
         if self.link_bytes_per_s is not None:
             _check_positive("link_bytes_per_s", self.link_bytes_per_s)
+        self._check_words()
+
+    def _check_words(self) -> None:
+        if self.target_loss is not None and self.targets:
+            raise ConfigError("compare.target_loss and compare.targets given; valid: one of them")
+        if self.regime is not None and self.regime not in REGIMES:
+            near = difflib.get_close_matches(str(self.regime), REGIMES, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ConfigError(
+                f"compare.regime={self.regime!r}: no such regime{hint}; valid: {', '.join(REGIMES)}"
+            )
+        if self.against is not None and self.against not in self.systems:
+            raise ConfigError(
+                f"compare.against={self.against!r}: must be one of the systems: {', '.join(self.systems)}"
+            )
+
+    @property
+    def aims(self) -> tuple[float, ...]:
+        """The target losses, highest first; empty where steps end the comparison."""
+        given = self.targets or (() if self.target_loss is None else (self.target_loss,))
+        return tuple(sorted(given, reverse=True))
+
+    @property
+    def base(self) -> str | None:
+        """The system that ratios are taken to, or None where there is none."""
+        return self.against or (BASELINE if BASELINE in self.systems else None)
 
 
+_LISTS: Mapping[str, Callable[[str, Any], tuple[Any, ...]]] = {
+    "targets": positive_numbers,
+    "seeds": seeds,
+    "models": words,
+    "aux": non_negative_numbers,
+}
 _INTEGERS = {"max_steps": 1, "ep": 2, "smoothing_steps": 1, "link_skip_steps": 0, "link_steps": 1}
 
 
@@ -113,6 +176,7 @@ class Experiment:
             ConfigError: an unknown table or key, a bad value, or a system that cannot run with the rest.
         """
         tables = dict(values)
+        _refuse_unknown_tables(tables)
         given = tables.pop("compare", {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"compare={given!r}: must be a table")
@@ -123,17 +187,18 @@ class Experiment:
             raise ConfigError(
                 f"train.device={own['device']!r}: a comparison starts local CPU processes; valid: 'cpu'"
             )
-        experiment = cls(
-            preset=preset, compare=compare, train=TrainConfig.from_dict({**tables, "train": own})
-        )
+        _refuse_ignored(tables.get("lrmoe", {}))
+        train = TrainConfig.from_dict({**tables, "train": own})
+        experiment = cls(preset=preset, compare=compare, train=train)
         for system in experiment.systems:
             experiment.train_config(system)
         return experiment
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Nested plain tables; fields that are None are left out, as TOML has no null."""
-        compare = {k: v for k, v in dataclasses.asdict(self.compare).items() if v is not None}
-        return {"compare": {**compare, "systems": list(self.compare.systems)}, **self.train.to_dict()}
+        """Nested plain tables; fields that are None are left out, as TOML has no null, and so are empty lists."""
+        compare = {k: v for k, v in dataclasses.asdict(self.compare).items() if v is not None and v != ()}
+        lists = {name: list(value) for name, value in compare.items() if isinstance(value, tuple)}
+        return {"compare": {**compare, **lists}, **self.train.to_dict()}
 
     def write(self, path: Path) -> None:
         """Write the resolved configuration as TOML."""
@@ -157,17 +222,28 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"compare.{name}: no such key{hint}; valid in [compare]: {', '.join(valid)}")
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"compare.systems={value!r}: must be a list of names")
-    return tuple(value)
+def _refuse_unknown_tables(tables: Mapping[str, Any]) -> None:
+    valid = ("compare", *TABLES)
+    for name in tables:
+        if name not in valid:
+            near = difflib.get_close_matches(str(name), valid, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ConfigError(f"{name}: no such table{hint}; valid: {', '.join(valid)}")
+
+
+def _refuse_ignored(lrmoe: Any) -> None:
+    """Fields that every system sets itself stand in resolved files, with their defaults."""
+    if not isinstance(lrmoe, Mapping):
+        return
+    for name in _OF_SYSTEMS:
+        default = getattr(LRMoEConfig(), name)
+        if lrmoe.get(name, default) != default:
+            raise ConfigError(
+                f"lrmoe.{name}={lrmoe[name]!r}: every system of a comparison has its own; valid: the systems "
+                "that --systems names"
+            )
 
 
 def _check_positive(name: str, value: Any) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if not is_number(value) or value <= 0:
         raise ConfigError(f"compare.{name}={value!r}: must be a positive finite number")

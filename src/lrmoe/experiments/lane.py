@@ -47,7 +47,7 @@ class Lane:
     """Collects the steps of one system until it arrives: at the target loss, or without one at the last step.
 
     Args:
-        system, config: what runs. target_loss: that the smoothed loss must reach, or None.
+        system, config: what runs. targets: losses of which the smoothed loss must reach the lowest; none: no target.
         smoothing_steps: width of the smoothed loss's window. max_steps: the last step.
         role: who makes its gradients, sizes: of the model, both for the fairness table.
     """
@@ -57,7 +57,7 @@ class Lane:
         system: System,
         config: LRMoEConfig,
         *,
-        target_loss: float | None,
+        targets: Sequence[float] = (),
         smoothing_steps: int,
         max_steps: int,
         role: str = TRAINS,
@@ -69,7 +69,7 @@ class Lane:
         self.lines: list[StepLine] = []
         self.reached = False
         self.extra: dict[str, Any] = {}  # further entries of the summary
-        self._target, self._last = target_loss, max_steps
+        self._targets, self._last = tuple(targets), max_steps
         self._window = LossWindow(smoothing_steps)
 
     def add(self, loss: float, tokens: int, cost: StepCost) -> StepLine:
@@ -84,10 +84,10 @@ class Lane:
             cost=cost,
         )
         self.lines.append(line)
-        if self._target is None:
-            self.reached = line.step >= self._last and math.isfinite(loss)
+        if self._targets:
+            self.reached = LossWindow.reaches(smoothed, min(self._targets))
         else:
-            self.reached = LossWindow.reaches(smoothed, self._target)
+            self.reached = line.step >= self._last and math.isfinite(loss)
         return line
 
     @property
@@ -139,7 +139,9 @@ class Lane:
             "forward_peak_rows": sum(c.forward_peak_rows for c in costs) / calls,
             "backward_peak_rows": sum(c.backward_peak_rows for c in costs) / calls,
             "nonfinite_scores": sum(c.nonfinite_scores for c in costs),
+            **_energies(costs),
             "tokens": sum(line.tokens for line in self.lines),
+            "to_target": [self._to_target(target, link_bytes_per_s) for target in self._targets or (None,)],
             "call_ms": self._call_ms(calls, link_bytes_per_s),
             "memory": memory_summary([c.memory for c in costs], self.config, self._optimizer_bytes()),
             "fairness": fairness(self.system, self.config, self.role, self.sizes),
@@ -153,6 +155,11 @@ class Lane:
             return 0
         weights = max(line.cost.memory.measured["weights"] for line in self.lines)
         return weights // self.sizes.expert.element_bytes * self.sizes.state_bytes
+
+    def _to_target(self, target: float | None, link_bytes_per_s: float | None) -> dict[str, Any]:
+        """What it took to one target, or without any to the last step; only the target where it was not reached."""
+        lines = self.until(target) if target is not None else self.lines if self.reached else []
+        return {"target": target, "reached": bool(lines), **_needed(lines, link_bytes_per_s)}
 
     def _call_ms(self, calls: int, link_bytes_per_s: float | None) -> dict[str, float]:
         """Mean milliseconds of a layer call per phase on the critical path; "wire" is the link's part."""
@@ -170,6 +177,29 @@ def _critical_s(lines: Sequence[StepLine], link_bytes_per_s: float | None) -> fl
     if not link_bytes_per_s or not lines:
         return None
     return sum(line.cost.critical_s(link_bytes_per_s) for line in lines)
+
+
+def _needed(lines: Sequence[StepLine], link_bytes_per_s: float | None) -> dict[str, Any]:
+    """What some steps took; every value is None without steps."""
+    costs = [line.cost for line in lines]
+    pairs = sum(c.pairs for c in costs)
+    found: dict[str, Any] = {
+        "steps": len(lines),
+        "critical_s": _critical_s(lines, link_bytes_per_s),
+        "wall_s": sum(c.wall_ms for c in costs) / 1e3,
+        "wire_bytes": sum(c.wire_bytes for c in costs),
+        "buffer_peak_bytes": max((c.buffer_bytes for c in costs), default=0),
+        "kept_share": sum(c.kept for c in costs) / pairs if pairs else 1.0,
+        **_energies(costs),
+    }
+    return found if lines else dict.fromkeys(found)
+
+
+def _energies(costs: Sequence[StepCost]) -> dict[str, float]:
+    """Mean over the steps that scored anything: shares of energy dropped and of variance added; 0 without any."""
+    scored = [c for c in costs if c.energy > 0]
+    names = ("dropped_energy", "added_variance")
+    return {name: sum(getattr(c, name) for c in scored) / (len(scored) or 1) for name in names}
 
 
 def finite(value: float) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
@@ -17,6 +18,45 @@ REFRESH_S = 0.25
 _ONE_LINE = 3  # lanes; more get a line each
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which of several comparisons runs, and what is known of the time that they take.
+
+    Attributes:
+        number: from 1. of: how many there are. name: of this one.
+        left: how many must still be run after it. took_s: seconds of those that were run before it.
+    """
+
+    number: int
+    of: int
+    name: str
+    left: int = 0
+    took_s: tuple[float, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """Its number and name."""
+        return f"cell {self.number} of {self.of}, {self.name}"
+
+    def remaining(self, step: int, max_steps: int, elapsed_s: float) -> str:
+        """Time left of all, from the mean of those before, or from this one's steps if it takes all of them."""
+        if self.took_s:
+            each, word = sum(self.took_s) / len(self.took_s), "about"
+        elif step:
+            each, word = elapsed_s / step * max_steps, "at most"
+        else:
+            return "time left not known yet"
+        return f"{word} {duration(self.left * each + max(0.0, each - elapsed_s))} left"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 class Progress:
     """Shows every lane's step, loss, kept share and MoE-layer time. A context manager; used by rank 0 only."""
 
@@ -28,13 +68,17 @@ class Progress:
         max_steps: int,
         every: int,
         console: Console | None = None,
+        place: Place | None = None,
     ) -> None:
+        self._place, self._step = place, 0
         self._lanes = lanes
         self._target_loss = target_loss
         self._max_steps = max_steps
         self._every = every
         self._console = console or Console(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        # One of several leaves the screen to the next; its results are tables of all of them.
+        show = Live(console=self._console, auto_refresh=False, transient=place is not None)
+        self._live = show if self._console.is_terminal else None
         self._link: float | None = None
         self._start = self._drawn = time.monotonic()
 
@@ -52,7 +96,7 @@ class Progress:
 
     def update(self, step: int, link_bytes_per_s: float | None) -> None:
         """Show the lanes after a round in which `step` was done."""
-        self._link = link_bytes_per_s
+        self._link, self._step = link_bytes_per_s, step
         if self._live is not None:
             if time.monotonic() - self._drawn >= REFRESH_S:
                 self._drawn = time.monotonic()
@@ -64,7 +108,15 @@ class Progress:
                 if len(words) <= _ONE_LINE
                 else "".join(f"\n  {text}" for text in words)
             )
-            self._say(f"step {step}, {self._elapsed():.0f} s:{text}")
+            self._say(f"{self._head()}step {step}, {self._elapsed():.0f} s{self._left()}:{text}")
+
+    def _head(self) -> str:
+        return "" if self._place is None else f"[{self._place.number}/{self._place.of} {self._place.name}] "
+
+    def _left(self) -> str:
+        if self._place is None:
+            return ""
+        return f", {self._place.remaining(self._step, self._max_steps, self._elapsed())}"
 
     @property
     def _arrived(self) -> str:
@@ -82,7 +134,10 @@ class Progress:
         aim = f"{self._max_steps} steps"
         if self._target_loss is not None:
             aim = f"to loss {self._target_loss:g}, at most {aim}"
-        table = Table(title=f"{aim}, {self._elapsed():.0f} s", title_justify="left")
+        title = f"{aim}, {self._elapsed():.0f} s"
+        if self._place is not None:
+            title = f"{self._place.words}{self._left()}\n{title}"
+        table = Table(title=escape(title), title_justify="left")
         for i, column in enumerate(
             ("system", "step", "loss", "kept", "MoE time, wall", "MoE time, critical path")
         ):

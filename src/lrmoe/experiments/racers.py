@@ -180,7 +180,7 @@ def _lane(experiment: Experiment, system: System, role: str, trainer: Trainer) -
     return Lane(
         system,
         experiment.train_config(system).lrmoe,
-        target_loss=c.target_loss,
+        targets=c.aims,
         smoothing_steps=c.smoothing_steps,
         max_steps=c.max_steps,
         role=role,
