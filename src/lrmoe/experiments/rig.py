@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from lrmoe.distributed import Comm
 from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.fitted import fitted
 from lrmoe.experiments.stores import Ends, FromShards, KeptCopies, Residents
@@ -49,7 +50,7 @@ def builder(
             clock=clock,
             telemetry=telemetry,
             policy=fitted(policy, expert, ranks=beside.comm.size, slots=slots, pairs=pairs),
-            storage=_storage(system, ends, dtype, beside),
+            storage=storage_of(system, ends, dtype, beside.comm, shape.hidden, shape.width),
         )
 
     return build
@@ -60,12 +61,18 @@ def state_bytes(dtype: torch.dtype) -> int:
     return _MOMENTS + (_MASTER if dtype.itemsize < torch.float32.itemsize else 0)
 
 
-def _storage(system: System, ends: Ends, dtype: torch.dtype, beside: MoELayer) -> Storage:
-    """Where the system's layers have their weights from. They are all given the trainer's home experts."""
+def storage_of(
+    system: System, ends: Ends, dtype: torch.dtype, comm: Comm, hidden: int, width: int
+) -> Storage:
+    """Where an executed system's layers have their weights from. They are all given the home experts.
+
+    Args:
+        ends: whether the micro-batch in execution is the last of its step.
+        dtype: of weights. comm: the ranks. hidden, width: of an expert.
+    """
     resident = system.info.slots == "resident"
     if system.storage == "sharded":
-        cuts = expert_cuts(beside.shape.hidden, beside.shape.width, beside.comm.size)
-        return FromShards(beside.comm, cuts, ends, per_step=resident)
+        return FromShards(comm, expert_cuts(hidden, width, comm.size), ends, per_step=resident)
     if resident or system.info.slots == "none":
         return Residents(ends, state_bytes(dtype))
     return KeptCopies()

@@ -26,6 +26,7 @@ from lrmoe.layer.call import Call
 from lrmoe.layer.experts import WeightGrads, Weights
 from lrmoe.layer.sharded import Sharded
 from lrmoe.layer.weights import Lease, Owned
+from lrmoe.planning import LayerPlan
 
 Ends = Callable[[], bool]  # whether the micro-batch that is executed is the last of its step
 
@@ -73,6 +74,10 @@ class Residents:
         self._sums: dict[int, Tensor] = {}
         self._open = False  # whether sums of this step are still to be synchronised, on all ranks alike
         self._held: tuple[Call, Lease] | None = None
+
+    def settle(self, plan: LayerPlan) -> None:
+        """Take a plan's layout for the present one, without moving anything: of a step that is not executed."""
+        self._hosts_RE = hosts_of(plan)
 
     def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
         """In forward the layout changes to the plan's; in backward it is there."""
