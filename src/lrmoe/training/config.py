@@ -104,6 +104,10 @@ class DataConfig(_Table):
         None, "JSON file of the `tokenizers` library; unset: one token per byte.", kind=str
     )
     seq_len: int = _option(256, "Tokens per sequence.", kind=int, least=2)
+    limit: int | None = _option(
+        None, "Tokens of the text that are read, from its start; unset: all. A small text is learned by heart.",
+        kind=int, least=2,
+    )  # fmt: skip
     held_out: float = _option(
         0.01, "Share of the corpus, at its end, that is kept for evaluation.", kind=NUMBER, least=0, below=1
     )
@@ -142,6 +146,13 @@ class LoopConfig(_Table):
     seed: int = _option(0, "Seed of weights, data order and dropout.", kind=int, least=0, below=2**63)
     batch_size: int = _option(8, "Sequences per rank and micro-batch.", kind=int, least=1)
     accumulate: int = _option(1, "Micro-batches per step.", kind=int, least=1)
+    skip_positions: int = _option(
+        0,
+        "Predictions at the start of each sequence that the loss leaves out, where too little text has been seen to "
+        "know how it goes on.",
+        kind=int,
+        least=0,
+    )
     dtype: str = _option(
         "float32", "Of weights and activations; bfloat16 keeps float32 masters in the optimizer.", kind=str,
         choices=("float32", "bfloat16"),
@@ -197,6 +208,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.train.eval_every and not self.data.held_out:
             raise ConfigError(f"train.eval_every={self.train.eval_every}: needs data.held_out > 0")
+        if self.train.skip_positions >= self.data.seq_len:
+            raise ConfigError(
+                f"train.skip_positions={self.train.skip_positions}: must be below data.seq_len={self.data.seq_len}"
+            )
 
     @property
     def folder(self) -> Path:

@@ -53,8 +53,12 @@ class Corpus:
             ConfigError: path or tokenizer cannot be read, or there is too little text; names the path.
         """
         name = "the standard library's source" if config.path is None else config.path
-        texts = list(_standard_library() if config.path is None else _files(Path(config.path)))
+        found = _standard_library() if config.path is None else _files(Path(config.path))
+        if config.limit is not None and config.tokenizer is None:
+            found = _first(found, config.limit)  # one token per byte: no file beyond the limit is opened
+        texts = list(found)
         tokens, vocab_size = _bytes(texts) if config.tokenizer is None else _tokenize(texts, config.tokenizer)
+        tokens = tokens[: config.limit]
         least = _least_tokens(config)
         if len(tokens) < least:
             raise ConfigError(
@@ -155,6 +159,16 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"data.path={str(path)!r}: cannot be read: {error.strerror}") from error
+
+
+def _first(texts: Iterator[bytes], limit: int) -> Iterator[bytes]:
+    """Texts until they hold `limit` bytes; the last one whole."""
+    held = 0
+    for text in texts:
+        yield text
+        held += len(text) + 1
+        if held >= limit:
+            return
 
 
 def _bytes(texts: list[bytes]) -> tuple[np.ndarray[Any, Any], int]:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from lrmoe.checkpoint import agreed
 from lrmoe.checkpoint.agree import rank_of, size_of
 from lrmoe.errors import ConfigError
+from lrmoe.planning.policies import Policy
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.data import Corpus
 from lrmoe.training.metrics import StepMetrics
@@ -49,6 +50,7 @@ class Trainer:
         model: a causal language model that already holds this rank's experts, instead of `config.model`.
         corpus: text that is already loaded, instead of `config.data`.
         device: where to train, instead of `config.train.device`.
+        policy: plans all layers' calls, instead of the one that `config.lrmoe.policy` names.
 
     Raises:
         ConfigError: model, data and configuration do not fit, on any rank; raised on every rank.
@@ -62,6 +64,7 @@ class Trainer:
         model: nn.Module | None = None,
         corpus: Corpus | None = None,
         device: torch.device | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.config = config
         self.group = group
@@ -69,7 +72,9 @@ class Trainer:
         self.device = device if device is not None else pick_device(config.train.device)
         self.corpus = corpus if corpus is not None else agreed(group, lambda: Corpus.load(config.data))
         self.model: Any = agreed(group, self._build) if model is None else model
-        self.handle = self._enable()
+        self.handle = self._enable(policy)
+        # All ranks' records are at hand here, so the watch looks at those instead of this rank's.
+        self._watch, self.handle.telemetry.watch = self.handle.telemetry.watch, None
         self.handle.telemetry.keep_counts = wanted(config.train.trace) and self.rank == 0
         self.parameters = Parameters(self.model, _DTYPES[config.train.dtype], group)
         self.optimizer = Optimizer(self.parameters, config.optim, config.train.steps)
@@ -95,11 +100,11 @@ class Trainer:
             storage=self.config.lrmoe.storage,
         )
 
-    def _enable(self) -> Any:
+    def _enable(self, policy: Policy | None) -> Any:
         from lrmoe.integrations import transformers as lrmoe_hf
 
         lrmoe_hf.register()
-        handle = lrmoe_hf.enable(self.model, self.config.lrmoe, group=self.group)
+        handle = lrmoe_hf.enable(self.model, self.config.lrmoe, group=self.group, policy=policy)
         kind = self.config.train.activation_checkpointing
         if kind != "none":
             arguments = {"use_reentrant": kind == "reentrant"}
@@ -193,13 +198,18 @@ class Trainer:
         return loss.detach()
 
     def _loss(self, tokens: Tensor, aux: float = 0.0) -> Tensor:
-        """Mean next-token cross-entropy of (B, S+1) ids, plus `aux` times the router's load-balancing loss."""
+        """Mean next-token cross-entropy of (B, S+1) ids, plus `aux` times the router's load-balancing loss.
+
+        The first `train.skip_positions` predictions of each sequence are left out of the mean.
+        """
         extra = {"output_router_logits": True} if aux else {}
         output = self.model(input_ids=tokens[:, :-1], use_cache=False, **extra)
         logits = output.logits
         if logits.dtype != torch.float64:  # which only tests use
             logits = logits.float()
-        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        skip = self.config.train.skip_positions
+        logits, targets = logits[:, skip:], tokens[:, 1 + skip :]
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return loss + aux * self._balance(output.router_logits) if aux else loss
 
     def _balance(self, router_logits: tuple[Tensor, ...]) -> Tensor:

@@ -67,7 +67,7 @@ class Binding:
         return Binding, (self.spec, None, self.storage)
 
     def build(self, config: LRMoEConfig, **context: Any) -> MoELayer:
-        """A layer for this module; `context` are MoELayer's layer, clock and telemetry."""
+        """A layer for this module; `context` are MoELayer's layer, clock, telemetry and policy."""
         ranks = self.group.size() if self.group is not None else 1
         return MoELayer(
             num_experts=self.spec.local_experts * ranks,

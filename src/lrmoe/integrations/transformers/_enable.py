@@ -25,6 +25,7 @@ from lrmoe.integrations.transformers._handle import Handle
 from lrmoe.integrations.transformers._padding import PaddingHooks, hosts_of
 from lrmoe.integrations.transformers._summary import SummedTelemetry
 from lrmoe.layer import MoELayer, StepClock
+from lrmoe.planning.policies import Policy
 
 
 def register() -> None:
@@ -39,7 +40,11 @@ def register() -> None:
 
 
 def enable(
-    model: nn.Module, config: LRMoEConfig | None = None, *, group: ProcessGroup | None = None
+    model: nn.Module,
+    config: LRMoEConfig | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    policy: Policy | None = None,
 ) -> Handle:
     """Run every experts module of a Transformers model through lrmoe, and say in one line what it will do.
 
@@ -51,6 +56,7 @@ def enable(
         model: holds experts modules of any class decorated with Transformers' `use_experts_implementation`.
         config: default `LRMoEConfig()`; `max_drop=0` is exact.
         group: the expert-parallel group of a model cut with `shard_experts`; it may be left out.
+        policy: plans the calls of all layers, instead of the one that `config.policy` names.
 
     Returns:
         The handle. Attach it to the optimizer, or call its `step()` once per optimizer step.
@@ -73,7 +79,7 @@ def enable(
         _check_storage(config, binding, name)
     clock, telemetry = StepClock(), SummedTelemetry()
     layers = {
-        name: binding.build(config, layer=number, clock=clock, telemetry=telemetry)
+        name: binding.build(config, layer=number, clock=clock, telemetry=telemetry, policy=policy)
         for number, (name, binding) in enumerate(bindings.items())
     }
     register()
