@@ -44,7 +44,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 # Accepted names whose execution is not part of this version: refused by name, never silently ignored.
 _NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
     "drop": ("auto",),
-    "select_in": ("forward",),
 }
 _UNSET_ONLY = ("max_added_variance",)
 _INTEGERS = {
@@ -117,7 +116,13 @@ class LRMoEConfig:
             "`global`: the kept set is chosen over all ranks. `local`: each rank its share of the quota."
         ),
     )
-    select_in: str = field(default="backward", metadata=_doc("Where the kept set is fixed."))
+    select_in: str = field(
+        default="backward",
+        metadata=_doc(
+            "Where the kept set is fixed. `forward` only with `alpha`, `alpha_phi` and `random`, which need no gradient: "
+            "left-out pairs keep no activations, and backward exchanges no scores."
+        ),
+    )
     router_grad: str = field(
         default="auto",
         metadata=_doc(

@@ -205,6 +205,7 @@ class Announcer:
                 keeps_outputs=outputs,
                 norms=scored and config.needs_phi,
                 scored=scored,
+                early=wanted > 0 and not exact and config.select_in == "forward",
                 differentiable=wanted > 0,
                 needs=(wanted & 1 > 0, wanted & 2 > 0, wanted & 4 > 0, wanted & 8 > 0),
                 block_rows=BLOCK_ROWS if device.type == "cpu" else None,

@@ -22,6 +22,7 @@ from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, reroute
 from lrmoe.layer.routing import Layout
 from lrmoe.layer.wire import Arrival, return_rows, send_alike, send_back, send_rows, sum_by_token
+from lrmoe.planning.cells import carry_stands
 from lrmoe.planning.problem import IntArray
 
 _DOT_ROWS = 4096  # rows per block of the full routing-weight gradient
@@ -97,9 +98,11 @@ def walk_backward(
     """
     clock, lease = call.open_call.clock, call.storage.borrow(call, gate_up, down)
     alpha_N = alpha_TK.reshape(-1)[order_N]
-    weight_N = select_pairs(call, g_TH, alpha_N, order_N, walked.phi_norm_N) if call.scored else None
+    weight_N = walked.weight_N
+    if call.scored and not call.selects_early:
+        weight_N = select_pairs(call, g_TH, alpha_N, order_N, walked.phi_norm_N)
     with clock.phase("reroute"):
-        route = reroute(call, walked.place_N, weight_N, g_TH.device)
+        route = reroute(call, walked.place_N, weight_N, g_TH.device, walked.kept_RQ)
         call.plan = call.budget.refit(call.plan, route.kept_RQ)
         if call.budget.binds:
             call.open_call.record.peak_predicted = call.budget.peak(call.plan, call.comm.rank)
@@ -159,7 +162,8 @@ def _in_parts(back: Back, parts: int) -> tuple[Tensor | None, Tensor | None]:
         with call.open_call.clock.phase("reroute"):
             cells_RV, at = back.route.part(rank, number, parts, device)
             layout = Layout.build(cells_RV, starts_R, rank, device)
-        x_grad = _part(back, layout, cells_RV, at, alpha)
+            places = back.route.places(rank, number, parts, device) if call.selects_early else None
+        x_grad = _part(back, layout, cells_RV, at, places, alpha)
         call.open_call.record.rows_backward_local += layout.received
         if x_grad is not None and parts > 1:
             x_grad = x_grad.to(call.scale_dtype()) if total is None else total.add_(x_grad)
@@ -169,7 +173,12 @@ def _in_parts(back: Back, parts: int) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _part(
-    back: Back, layout: Layout, cells_RV: IntArray, at: Tensor | None, alpha: Tensor | None
+    back: Back,
+    layout: Layout,
+    cells_RV: IntArray,
+    at: Tensor | None,
+    places: Tensor | None,
+    alpha: Tensor | None,
 ) -> Tensor | None:
     """One part: gradients of its pairs into the weights' buffers and `alpha`; returns the input's gradient (T, H)."""
     call, clock, route = back.call, back.call.open_call.clock, back.route
@@ -183,7 +192,7 @@ def _part(
     x_carried = _carried_inputs(back, g, cells_RV, token_P)
     dx_QH = scratch.take("dx", (layout.received, back.g_TH.shape[1]), back.g_TH) if back.wanted.x else None
     with clock.phase("experts_backward"):
-        dot_Q = _experts(back, layout, g, x_carried, token_P, dx_QH)
+        dot_Q = _experts(back, layout, g, x_carried, token_P, places, dx_QH)
     call.open_call.ledger.add("backward", dx_QH)
     g = g.emptied()
     del x_carried
@@ -226,19 +235,25 @@ def _carried_inputs(back: Back, g: Arrival, cells_RV: IntArray, token_P: Tensor)
 
 def _only_carried(call: Call, route: Route, cells_RV: IntArray) -> tuple[IntArray, IntArray]:
     """Cells of pairs that carry their input, and the places of this source's among its pairs, int64."""
-    middle_R = (route.starts_R[:-1] + route.starts_R[1:]) // 2
-    carry_V = np.arange(cells_RV.shape[1]) >= np.repeat(middle_R, np.diff(route.starts_R))
+    carry_V = carry_stands(route.starts_R)
     return cells_RV * carry_V, np.flatnonzero(np.repeat(carry_V, cells_RV[call.comm.rank]))
 
 
 def _experts(
-    back: Back, layout: Layout, g: Arrival, x_carried: Rows | None, token_P: Tensor, dx_QH: Tensor | None
+    back: Back,
+    layout: Layout,
+    g: Arrival,
+    x_carried: Rows | None,
+    token_P: Tensor,
+    places: Tensor | None,
+    dx_QH: Tensor | None,
 ) -> Tensor:
     """Experts' backward at this rank's seats, of pairs that stayed, then of those that carry their input: dots (Q,)."""
     seats = len(layout.segments_S) // 2
     staying, dots = sum(layout.segments_S[:seats]), []
     if not back.route.all_carried:
-        x, h = _kept_inputs(back, g, token_P, staying)
+        early = back.call.selects_early
+        x, h = _in_order(back, token_P, places) if early else _kept_inputs(back, g, token_P, staying)
         dots.append(_run(back, g, x, h, layout.segments_S[:seats], slice(0, staying), dx_QH))
     if x_carried is not None:
         at = slice(staying, layout.received)
@@ -255,6 +270,17 @@ def _run(
         back.weights, x, h, g.rows.part(at), g.columns[0][at], counts, dx=out, dx_index=index,
         grads=back.grads, add=back.add,
     )  # fmt: skip
+
+
+def _in_order(back: Back, token_P: Tensor, places: Tensor | None) -> tuple[Rows, Rows | None]:
+    """The same where forward kept theirs alone: as they lie, or those at `places` for a part of a call."""
+    walked = back.walked
+    assert walked.x is not None, "rows that stayed were kept"
+    h = None if walked.h_M2I is None else Rows(source=walked.h_M2I, index_M=places)
+    if back.call.comm.size == 1:
+        return Rows(source=walked.x, index_M=token_P), h
+    index = walked.index_M
+    return Rows(source=walked.x, index_M=places if index is None else index[_all(places)]), h
 
 
 def _kept_inputs(back: Back, g: Arrival, token_P: Tensor, staying: int) -> tuple[Rows, Rows | None]:

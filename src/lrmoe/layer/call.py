@@ -17,9 +17,37 @@ from lrmoe.layer.budget import CallBudget
 from lrmoe.layer.controller import Controller, Moment
 from lrmoe.layer.weights import Storage
 from lrmoe.planning import LayerPlan
+from lrmoe.planning.problem import IntArray
 from lrmoe.planning.seats import Seats
 from lrmoe.telemetry import PhaseClock
 from lrmoe.telemetry.record import OpenCall, Telemetry
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptSet:
+    """The kept set where forward fixes it.
+
+    Attributes:
+        weight_N: fp32 (N,), 1/pi of this source's pairs by expert, 0 of those that are left out.
+        kept_RQ: int64 (R, Q), kept pairs of every source at its forward seats.
+    """
+
+    weight_N: Tensor
+    kept_RQ: IntArray
+
+
+@dataclass(kw_only=True, eq=False)
+class Memo:
+    """What a forward and its recompute in a checkpoint share.
+
+    Attributes:
+        asked: whether a recompute may come. kept: the set that forward fixed, where one may.
+        learned: whether the call's scores have taught the planner.
+    """
+
+    asked: bool = False
+    kept: KeptSet | None = None
+    learned: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,6 +69,7 @@ class Call:
     hidden: int
     compute_dtype: torch.dtype
     differentiable: bool
+    memo: Memo
 
     @property
     def row_bytes(self) -> int:
@@ -53,6 +82,11 @@ class Call:
         return self.differentiable and (
             not self.plan.exact or (self.config.observe and self.moment is not None)
         )
+
+    @property
+    def selects_early(self) -> bool:
+        """Whether forward fixes the kept set, so that what is dropped leaves nothing behind."""
+        return self.differentiable and self.config.select_in == "forward" and not self.plan.exact
 
     @property
     def keeps_outputs(self) -> bool:

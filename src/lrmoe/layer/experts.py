@@ -10,7 +10,8 @@ rows of a source buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -136,6 +137,29 @@ class Rows:
         return Rows(source=self.source, index_M=self.index_M[rows])
 
 
+@dataclass(kw_only=True, eq=False)
+class Stash:
+    """First projections that stay for backward, of some of the rows: taken out of each block while it is in cache.
+
+    Attributes:
+        index_P: int64 (P,), the rows that stay among those in (seat, source) order, ascending.
+        counts_S: how many of them each seat has.
+        h_P2I: theirs, in that order, once `experts_forward` has run.
+    """
+
+    index_P: Tensor
+    counts_S: Sequence[int]
+    h_P2I: Tensor | None = field(default=None, init=False)
+
+    def add(self, h: Tensor, seats: slice, at: slice) -> None:
+        """Copy from the first projections `h` of the rows `at`, which belong to `seats`."""
+        ends = [0, *accumulate(self.counts_S)]
+        if self.h_P2I is None:  # not before the first product is there: its inputs are gone by then
+            self.h_P2I = h.new_empty((ends[-1], h.shape[1]))
+        stay = slice(ends[seats.start], ends[seats.stop])
+        gather_rows(h, self.index_P[stay] - at.start, out=self.h_P2I[stay])
+
+
 def blocks(counts: Sequence[int], homes: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
     """Cut seats into runs of at least BLOCK_ROWS rows (all at once on CUDA): (seats, rows) of each run.
 
@@ -157,7 +181,7 @@ def experts_forward(
     *,
     out: Tensor,
     out_index: Tensor | None,
-    stash: bool,
+    stash: bool | Stash,
     norms: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run every row through its expert.
@@ -166,19 +190,20 @@ def experts_forward(
         x: input rows, (seat, source) order, width H.
         counts: rows of each seat.
         out: (M, H), filled: row i goes to `out[out_index[i]]`, or `out[i]` without an index.
-        stash: keep the first projection's output for backward.
+        stash: keep the first projection's output for backward; a `Stash` takes that of its rows.
         norms: keep the norm of each row of the second projection's input.
 
     Returns:
-        h (M, 2I) or None; norms fp32 (M,) or None.
+        h (M, 2I), or None where none or only some is kept; norms fp32 (M,) or None.
     """
     rows, width = sum(counts), weights.gate_up.shape[1]
-    h_M2I = weights.gate_up.new_empty((rows, width)) if stash else None
+    h_M2I = weights.gate_up.new_empty((rows, width)) if stash is True else None
+    some = stash if isinstance(stash, Stash) else None
     norm_M = torch.empty(rows, dtype=torch.float32, device=out.device) if norms else None
     for seats, at in blocks(counts, weights.homes, out.device):
         h = None if h_M2I is None else h_M2I[at]
         norm = None if norm_M is None else norm_M[at]
-        _block_forward(weights, x, counts[seats], seats, at, h, norm, out, out_index)
+        _block_forward(weights, x, counts[seats], seats, at, h, some, norm, out, out_index)
     return h_M2I, norm_M
 
 
@@ -189,6 +214,7 @@ def _block_forward(
     seats: slice,
     at: slice,
     h: Tensor | None,
+    stash: Stash | None,
     norm: Tensor | None,
     out: Tensor,
     out_index: Tensor | None,
@@ -199,6 +225,8 @@ def _block_forward(
     if h is None:
         h = scratch.take("h", (size, width), out)
     grouped_mm(x.take("x", at.start, at.stop), gate_up, part, out=h)
+    if stash is not None:
+        stash.add(h, seats, at)
     phi = gated_activation(h, weights.activation, out=scratch.take("phi", (size, width // 2), out))
     if norm is not None:
         norm.copy_(row_norms(phi))

@@ -5,19 +5,22 @@ Shape letters: T tokens, K slots, H hidden, N pairs of this source, M rows recei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lrmoe.layer.call import Call
+from lrmoe.layer.call import Call, KeptSet
 from lrmoe.layer.choice import choose_seats, in_order
-from lrmoe.layer.experts import experts_forward, scratch
+from lrmoe.layer.early import Stays, fix_kept, keep_inputs
+from lrmoe.layer.experts import Rows, experts_forward, scratch
 from lrmoe.layer.routing import Layout
 from lrmoe.layer.weights import Lease
-from lrmoe.layer.wire import Arrival, return_rows, send_back, send_rows, sum_by_token
+from lrmoe.layer.wire import return_rows, send_back, send_columns, send_rows, sum_by_token
+from lrmoe.ops import gather_rows
 from lrmoe.planning.cells import part_of_cells, ranges
+from lrmoe.planning.problem import IntArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +34,8 @@ class Walked:
         index_M: int64 (M,), row of `x` of each pair in (seat, source) order on a lean wire, else None.
         h_M2I: stash, or None; phi_norm_N: fp32 norms in expert order at the token's rank, or None.
         y_NH: expert outputs in the order of sending, or None.
+        weight_N, kept_RQ: the kept set where forward fixes it (see KeptSet). Of x, index_M and h_M2I then only what
+            stays at its seat is left, in (seat, source) order.
     """
 
     out_TH: Tensor
@@ -40,14 +45,16 @@ class Walked:
     h_M2I: Tensor | None
     phi_norm_N: Tensor | None
     y_NH: Tensor | None
+    weight_N: Tensor | None
+    kept_RQ: IntArray | None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class _Part:
     """What one part of the forward gives; `norm_N` and `y_NH` in the order of sending."""
 
     out_TH: Tensor
-    arrival: Arrival
+    rows: Rows
     h_M2I: Tensor | None
     norm_N: Tensor | None
     y_NH: Tensor
@@ -65,11 +72,25 @@ def walk_forward(
     with call.open_call.clock.phase("pack"):
         place_N = _sending_order(call, order_N, x_TH.shape[0])
         pair_N = order_N if place_N is None else order_N[place_N]
-    if call.plan.forward_chunks == 1:
-        with call.open_call.clock.phase("plan"):
-            layout = Layout.build(call.seats.assign_RQ, call.seats.starts_R, call.comm.rank, x_TH.device)
-        return _walked(call, _forward_part(call, x_TH, alpha_TK, pair_N, layout, lease), place_N)
-    return _in_parts(call, x_TH, alpha_TK, pair_N, place_N, lease)
+    kept = None
+    if call.selects_early and not call.config.needs_phi:
+        kept = fix_kept(call, alpha_TK, order_N, place_N, None)
+    if call.plan.forward_chunks > 1:
+        walked = _in_parts(call, x_TH, alpha_TK, pair_N, place_N, lease)
+        if kept is None and call.selects_early:
+            kept = fix_kept(call, alpha_TK, order_N, place_N, walked.phi_norm_N)
+        return walked if kept is None else _with_kept(walked, kept)
+    with call.open_call.clock.phase("plan"):
+        layout = Layout.build(call.seats.assign_RQ, call.seats.starts_R, call.comm.rank, x_TH.device)
+    stays = Stays.of(call, kept, place_N) if kept is not None and call.keeps_rows else None
+    part = _forward_part(call, x_TH, alpha_TK, pair_N, layout, lease, stays)
+    if part.norm_N is not None and place_N is not None:
+        part.norm_N = torch.empty_like(part.norm_N).index_copy_(0, place_N, part.norm_N)
+    if kept is None and call.selects_early:
+        kept = fix_kept(call, alpha_TK, order_N, place_N, part.norm_N)
+        if call.keeps_rows:
+            _let_go(call, part, layout, Stays.of(call, kept, place_N))
+    return _walked(call, part, place_N, kept)
 
 
 def _sending_order(call: Call, order_N: Tensor, tokens: int) -> Tensor | None:
@@ -84,28 +105,55 @@ def _sending_order(call: Call, order_N: Tensor, tokens: int) -> Tensor | None:
     return torch.sort(seat_N, stable=True).indices
 
 
-def _walked(call: Call, part: _Part, place_N: Tensor | None) -> Walked:
+def _let_go(call: Call, part: _Part, layout: Layout, stays: Stays) -> None:
+    """Of a finished forward only what stays: the choice came after the first projections."""
+    clock, ledger = call.open_call.clock, call.open_call.ledger
+    with clock.phase("select"):
+        flag_M = send_columns(call, layout, [stays.flag_N], "select")[0]
+        index_P = stays.at_seats(call, flag_M).index_P
+    assert part.h_M2I is not None, "rows that stay have a first projection"
+    ledger.follow(part.h_M2I)
+    with clock.phase("pack"):  # one after the other: what is complete goes before more is copied
+        part.rows = keep_inputs(call, part.rows, call.lean, index_P)
+        part.h_M2I = gather_rows(part.h_M2I, index_P)
+
+
+def _walked(call: Call, part: _Part, place_N: Tensor | None, kept: KeptSet | None) -> Walked:
     """Keep of a forward in one part what backward will read."""
-    rows, keeps = part.arrival.rows, call.keeps_rows
-    norm_N = part.norm_N
-    if norm_N is not None and place_N is not None:
-        norm_N = torch.empty_like(norm_N).index_copy_(0, place_N, norm_N)
-    call.open_call.ledger.add("stash", part.h_M2I, norm_N)
+    rows, keeps = part.rows, call.keeps_rows
+    call.open_call.ledger.add("stash", part.h_M2I, part.norm_N if kept is None else kept.weight_N)
     return Walked(
         out_TH=part.out_TH,
         place_N=place_N,
         x=rows.source if keeps or call.comm.size == 1 else None,
-        index_M=rows.index_M if keeps and part.arrival.lean is not None else None,
+        index_M=rows.index_M if keeps and call.lean else None,
         h_M2I=part.h_M2I,
-        phi_norm_N=norm_N,
+        phi_norm_N=part.norm_N if kept is None else None,
         y_NH=part.y_NH if call.keeps_outputs else None,
+        weight_N=None if kept is None else kept.weight_N,
+        kept_RQ=None if kept is None else kept.kept_RQ,
     )
 
 
+def _with_kept(walked: Walked, kept: KeptSet) -> Walked:
+    """A forward that keeps no rows needs the norms for the choice only."""
+    return replace(walked, phi_norm_N=None, weight_N=kept.weight_N, kept_RQ=kept.kept_RQ)
+
+
 def _forward_part(
-    call: Call, x_TH: Tensor, alpha_TK: Tensor, pair_N: Tensor, layout: Layout, lease: Lease
+    call: Call,
+    x_TH: Tensor,
+    alpha_TK: Tensor,
+    pair_N: Tensor,
+    layout: Layout,
+    lease: Lease,
+    stays: Stays | None = None,
 ) -> _Part:
-    """Some pairs from their tokens to their experts and back; a token without any of them gets zeros."""
+    """Some pairs from their tokens to their experts and back; a token without any of them gets zeros.
+
+    Args:
+        stays: the rows that backward will read, where they are known; all of them by default.
+    """
     clock, ledger = call.open_call.clock, call.open_call.ledger
     alpha = alpha_TK.reshape(-1)
     beside = [alpha[pair_N].to(call.scale_dtype())] if call.lean else []
@@ -115,7 +163,7 @@ def _forward_part(
         layout,
         x_TH,
         token_N,
-        [],
+        [] if stays is None else [stays.flag_N],
         lean_columns=beside,
         pack="pack",
         travel="dispatch",
@@ -124,21 +172,27 @@ def _forward_part(
     weights = lease()
     ledger.add("weights", weights.gate_up, weights.down)
     ledger.add("replicas", weights.slot_gate_up, weights.slot_down)
+    some = None if stays is None else stays.at_seats(call, arrival.columns[0])
     with clock.phase("experts"):
         y_MH = _output_buffer(call, layout.received, x_TH)
         h_M2I, norm_M = experts_forward(
             weights, arrival.rows, layout.segments_S, out=y_MH, out_index=arrival.out_index,
-            stash=call.keeps_rows, norms=call.scored and call.config.needs_phi,
+            stash=call.keeps_rows if some is None else some, norms=call.scored and call.config.needs_phi,
         )  # fmt: skip
-    if not call.keeps_rows and call.comm.size > 1:
+    rows = None
+    if some is not None:
+        with clock.phase("pack"):
+            rows, h_M2I = keep_inputs(call, arrival.rows, call.lean, some.index_P), some.h_P2I
+    if call.comm.size > 1 and (some is not None or not call.keeps_rows):
         arrival = arrival.emptied()
     with clock.phase("combine"):
-        y_NH = return_rows(call, arrival, y_MH, arrival.columns[0] if call.lean else None, "combine")
+        y_NH = return_rows(call, arrival, y_MH, arrival.columns[-1] if call.lean else None, "combine")
         ledger.add("outputs", y_MH, y_NH)
         del y_MH
         norm_N = None if norm_M is None else send_back(call, layout.to_received(norm_M), layout, "combine")
         out_TH = sum_by_token(arrival, y_NH, pair_N, alpha_TK.shape, alpha)
-    return _Part(out_TH=out_TH, arrival=arrival, h_M2I=h_M2I, norm_N=norm_N, y_NH=y_NH)
+    rows = arrival.rows if rows is None else rows
+    return _Part(out_TH=out_TH, rows=rows, h_M2I=h_M2I, norm_N=norm_N, y_NH=y_NH)
 
 
 def _in_parts(
@@ -172,6 +226,8 @@ def _in_parts(
         h_M2I=None,
         phi_norm_N=norm_N,
         y_NH=kept_y,
+        weight_N=None,
+        kept_RQ=None,
     )
 
 

@@ -34,8 +34,9 @@ class MoEFunction(torch.autograd.Function):
         again = x_TH if call.carries or is_checked(call) else None
         ctx.save_for_backward(
             order_N, alpha_TK, gate_up, down, again, walked.place_N, walked.x, walked.index_M, walked.h_M2I,
-            walked.phi_norm_N, walked.y_NH,
+            walked.phi_norm_N, walked.y_NH, walked.weight_N,
         )  # fmt: skip
+        ctx.kept_RQ = walked.kept_RQ
         ctx.dtypes = (x_TH.dtype, alpha_TK.dtype, gate_up.dtype, down.dtype)
         return walked.out_TH.to(x_TH.dtype)
 
@@ -43,7 +44,7 @@ class MoEFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call.repeated() if ctx.call.open_call.finished else ctx.call
-        order_N, alpha_TK, gate_up, down, again, place, x, index, h, norm, y = ctx.saved_tensors
+        order_N, alpha_TK, gate_up, down, again, place, x, index, h, norm, y, weight = ctx.saved_tensors
         _, _, *needed = ctx.needs_input_grad
         wanted = Wanted(x=needed[0], alpha=needed[1], gate_up=needed[2], down=needed[3])
         call.open_call.ledger.seal()
@@ -54,7 +55,17 @@ class MoEFunction(torch.autograd.Function):
             g_TH = call.cast(grad_TH)
             grads = walk_backward(
                 call,
-                Walked(out_TH=grad_TH, place_N=place, x=x, index_M=index, h_M2I=h, phi_norm_N=norm, y_NH=y),
+                Walked(
+                    out_TH=grad_TH,
+                    place_N=place,
+                    x=x,
+                    index_M=index,
+                    h_M2I=h,
+                    phi_norm_N=norm,
+                    y_NH=y,
+                    weight_N=weight,
+                    kept_RQ=ctx.kept_RQ,
+                ),
                 g_TH,
                 call.cast(again) if call.carries else None,
                 alpha_TK,

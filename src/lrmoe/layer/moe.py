@@ -12,7 +12,7 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm
 from lrmoe.errors import ConfigError
 from lrmoe.layer.announce import Announcer, Planned, gradient_bits
-from lrmoe.layer.call import Call
+from lrmoe.layer.call import Call, Memo
 from lrmoe.layer.controller import Controller, StepClock
 from lrmoe.layer.function import MoEFunction, run_forward
 from lrmoe.layer.inputs import Inputs, LayerShape, check_inputs
@@ -158,7 +158,7 @@ class MoELayer:
             raise
         if recompute:
             first = self._replay.take(token, self._stored(inputs.ids_TK), again=not torch.is_grad_enabled())
-            planned, ids_TK = first.planned, first.ids_TK
+            planned, ids_TK, memo = first.planned, first.ids_TK, first.memo
             planned.open_call.ledger.restart()
             planned.budget.again = True
             order, _ = sort_pairs(ids_TK, self.shape.experts)
@@ -172,9 +172,11 @@ class MoELayer:
                 gate_up_proj.element_size(),
                 checkpointed=torch.is_grad_enabled() and lets_go(),
             )
-            if training and may_recompute():
-                self._replay.put(token, FirstForward(ids_TK=self._stored(inputs.ids_TK), planned=planned))
-        out = self._run(inputs, planned, order, gate_up_proj, down_proj)
+            memo = Memo(asked=training and may_recompute())
+            if memo.asked:
+                ids_TK = self._stored(inputs.ids_TK)
+                self._replay.put(token, FirstForward(ids_TK=ids_TK, planned=planned, memo=memo))
+        out = self._run(inputs, planned, memo, order, gate_up_proj, down_proj)
         # No needless view: FSDP2 warns about views, since its backward hook is lost when one is changed in place.
         return out if out.shape == hidden_states.shape else out.view(hidden_states.shape)
 
@@ -202,7 +204,9 @@ class MoELayer:
         narrow = torch.int16 if self.shape.experts < 2**15 else torch.int64
         return torch.where(exists, ids_TK, -1).to(narrow)
 
-    def _run(self, inputs: Inputs, planned: Planned, order: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def _run(
+        self, inputs: Inputs, planned: Planned, memo: Memo, order: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
         tensors = (inputs.x_TH, inputs.alpha_TK, gate_up, down)
         call = Call(
             config=self.config,
@@ -220,6 +224,7 @@ class MoELayer:
             hidden=self.shape.hidden,
             compute_dtype=_compute_dtype(gate_up),
             differentiable=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+            memo=memo,
         )
         if (
             planned.moment is None
@@ -246,6 +251,7 @@ class MoELayer:
             differentiable=call.differentiable,
             stash=call.keeps_rows,
             norms=call.scored and self.config.needs_phi,
+            early=call.selects_early,
             input_gradient=inputs.x_TH.requires_grad,
             weight_gradient=gate_up.requires_grad,
         )

@@ -34,11 +34,12 @@ _OBSERVED_DROPS = (0.1, 0.3, 0.5)
 
 
 def select_pairs(
-    call: Call, g_TH: Tensor, alpha_N: Tensor, order_N: Tensor, phi_norm_N: Tensor | None
+    call: Call, g_TH: Tensor | None, alpha_N: Tensor, order_N: Tensor, phi_norm_N: Tensor | None
 ) -> Tensor | None:
     """Score this source's pairs and choose the kept set, over all ranks or within this rank's share.
 
     Args:
+        g_TH: gradient at the output; None in forward, for the scores that do not need it.
         alpha_N, phi_norm_N: routing weights and projection-input norms; order_N: flat pair ids; all by expert.
 
     Returns:
@@ -123,8 +124,9 @@ def _tensor(array: NDArray[np.generic], like: Tensor) -> Tensor:
 
 def _learn(call: Call, rows: Candidates) -> None:
     """Teach the planner the mean score of each expert (`selection="global"`: the home sees all of its scores)."""
-    if call.open_call.repeated:
+    if call.open_call.repeated or call.memo.learned:
         return
+    call.memo.learned = True
     finite = torch.where(rows.score_M.isfinite(), rows.score_M, 0.0).double()
     total = torch.nn.functional.pad(finite.cumsum(0), (1, 0))
     end = rows.counts_L.cumsum(0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lrmoe.errors import ReplayError
 from lrmoe.layer.announce import Planned
+from lrmoe.layer.call import Memo
 
 _LIMIT = 256  # first forwards remembered per layer
 _USED_LIMIT = 8  # of those, already recomputed once: a retained graph or a nested checkpoint asks again
@@ -24,10 +25,11 @@ _AGREE = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FirstForward:
-    """What a recompute needs: narrow int ids (T, K) after padding was taken out, and the planned call."""
+    """What a recompute needs: narrow int ids (T, K) after padding was taken out, the planned call, what both share."""
 
     ids_TK: Tensor
     planned: Planned
+    memo: Memo
 
 
 class ReplayStore:

@@ -1,7 +1,8 @@
 """Where this call's kept pairs run in backward, and the order in which this source sends them.
 
-Pairs that stay find their stash where forward left it: their position travels with them (4 bytes). Pairs that move, and
-all pairs where nothing was kept, carry their input and are computed again.
+Pairs that stay find their stash where forward left it: their position travels with them (4 bytes), unless forward knew
+them and kept theirs alone, in order. Pairs that move, and all pairs where nothing was kept, carry their input and are
+computed again.
 
 Shape letters: N pairs of this source by expert, P kept pairs of this source, R ranks, Q seats of all ranks, V = 2 Q
 stands: for each rank its seats with pairs that stay, then its seats with pairs that carry their input.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.layer.call import Call
-from lrmoe.planning.cells import between_ranks, part_of_cells, ranges, stands
+from lrmoe.planning.cells import between_ranks, carry_stands, part_of_cells, ranges, stands
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.transfers import transfers
 
@@ -28,7 +29,7 @@ class Route:
     Attributes:
         source_P: int64 (P,) positions among this source's pairs by expert, or None for all of them in that order.
         position_P: int32 (P,) place of the pair among all that its rank received in forward, in received order; means
-            nothing for pairs that carry their input. None: pairs lie as in forward, or nothing was kept.
+            nothing for pairs that carry their input. None: what was kept lies in the order of sending, or nothing was.
         cells_RV: int64 (R, V), pairs of every source at every stand.
         starts_R: int64 (R + 1,), first stand of every rank.
         carried: whether any pair, and `all_carried` whether every pair, carries its input.
@@ -43,6 +44,27 @@ class Route:
     all_carried: bool
     kept_RQ: IntArray
 
+    @property
+    def staying_RQ(self) -> IntArray:
+        """Pairs of every source that stay at each seat, int64 (R, Q)."""
+        return self.cells_RV[:, ~carry_stands(self.starts_R)]
+
+    def places(self, rank: int, number: int, parts: int, device: torch.device) -> Tensor | None:
+        """Where a part's pairs that stay at this rank lie among all that do, in (seat, source) order; None: all."""
+        if parts == 1:
+            return None
+        mine = np.arange(self.starts_R[rank], self.starts_R[rank + 1])
+        mine = mine[~carry_stands(self.starts_R)[mine]]
+
+        def here(cells_RV: IntArray) -> IntArray:
+            return cells_RV[:, mine].T.reshape(-1)
+
+        size = here(self.cells_RV)
+        earlier = (part_of_cells(self.cells_RV, self.starts_R, i, parts) for i in range(number))
+        begin = np.cumsum(size) - size + sum(here(cells_RV) for cells_RV in earlier)
+        length = here(part_of_cells(self.cells_RV, self.starts_R, number, parts))
+        return torch.from_numpy(ranges(begin, length)).to(device)
+
     def part(
         self, rank: int, number: int, parts: int, device: torch.device
     ) -> tuple[IntArray, Tensor | None]:
@@ -55,22 +77,29 @@ class Route:
         return cells_RV, torch.from_numpy(ranges(begin_V, cells_RV[rank])).to(device)
 
 
-def reroute(call: Call, place_N: Tensor | None, weight_N: Tensor | None, device: torch.device) -> Route:
+def reroute(
+    call: Call,
+    place_N: Tensor | None,
+    weight_N: Tensor | None,
+    device: torch.device,
+    kept_RQ: IntArray | None = None,
+) -> Route:
     """Plan the way back.
 
     Args:
         place_N: the forward's order of sending (see Walked); weight_N: fp32 (N,), 0 where a pair is left out, pairs by
-            expert; None: all pairs are kept.
+            expert; None: all pairs are kept. kept_RQ: see Route, where it is known; else the ranks tell each other.
     """
     seats = call.seats
     kept_N = None if weight_N is None else weight_N if place_N is None else weight_N[place_N]
-    kept_RQ = seats.assign_RQ if kept_N is None else _kept_table(call, kept_N)
+    if kept_RQ is None:
+        kept_RQ = seats.assign_RQ if kept_N is None else kept_table(call, kept_N)
     in_place = np.array_equal(kept_RQ.sum(axis=0), seats.backward_Q)
     again = call.comm.size > 1 and not call.keeps_rows
     if kept_N is None and in_place:
         return _as_forward(call, place_N, again, device)
     rank, size = call.comm.rank, int(kept_RQ[call.comm.rank].sum())
-    sent_P = torch.arange(size, device=device) if kept_N is None else _nonzero(kept_N, size)
+    sent_P = torch.arange(size, device=device) if kept_N is None else nonzero(kept_N, size)
     moves = transfers(kept_RQ, seats)
     mine = moves.source_X == rank
     to, pairs = moves.to_X[mine], moves.pairs_X[mine]
@@ -85,7 +114,7 @@ def reroute(call: Call, place_N: Tensor | None, weight_N: Tensor | None, device:
         stay_RQ, carry_RQ = np.zeros_like(stay_RQ), stay_RQ + carry_RQ
     return Route(
         source_P=sent_P if place_N is None else place_N[sent_P],
-        position_P=None if again else _positions(call, sent_P),
+        position_P=None if again or call.selects_early else _positions(call, sent_P),
         cells_RV=stands(seats.starts_R, stay_RQ, carry_RQ),
         starts_R=2 * seats.starts_R,
         carried=bool(carry_RQ.any()),
@@ -112,8 +141,12 @@ def _as_forward(call: Call, place_N: Tensor | None, again: bool, device: torch.d
     )
 
 
-def _kept_table(call: Call, kept_N: Tensor) -> IntArray:
-    """Kept pairs of every source at its forward seats, int64 (R, Q): known on one rank, else one small all-gather."""
+def kept_table(call: Call, kept_N: Tensor) -> IntArray:
+    """Kept pairs of every source at its forward seats, int64 (R, Q): known on one rank, else one small all-gather.
+
+    Args:
+        kept_N: (N,), positive where a pair is kept, in the forward's order of sending.
+    """
     seats, comm = call.seats, call.comm
     if comm.size == 1:
         return call.plan.quota_E[seats.expert_Q][None]
@@ -124,7 +157,7 @@ def _kept_table(call: Call, kept_N: Tensor) -> IntArray:
     return comm.all_gather_ints(mine_Q).cpu().numpy()
 
 
-def _nonzero(weight: Tensor, size: int) -> Tensor:
+def nonzero(weight: Tensor, size: int) -> Tensor:
     """Positions of the kept rows; their number is known, so that a device need not be read."""
     if weight.device.type == "cpu":
         kept = weight.nonzero().squeeze(1)

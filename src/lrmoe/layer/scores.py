@@ -14,13 +14,13 @@ from lrmoe.ops import abs_sums, row_norms
 
 
 def pair_scores(
-    kind: str, grad_TH: Tensor, alpha_N: Tensor, token_N: Tensor, phi_norm_N: Tensor | None
+    kind: str, grad_TH: Tensor | None, alpha_N: Tensor, token_N: Tensor, phi_norm_N: Tensor | None
 ) -> Tensor:
     """Scores of this source's pairs.
 
     Args:
         kind: a score of the configuration.
-        grad_TH: gradient at the layer's output, any strides.
+        grad_TH: gradient at the layer's output, any strides; not needed by "random", "alpha" and "alpha_phi".
         alpha_N: (N,) routing weights; token_N: int64 (N,).
         phi_norm_N: fp32 (N,), norm of each pair's projection input; needed by "lrm" and "alpha_phi".
 
@@ -34,6 +34,7 @@ def pair_scores(
         return alpha
     if kind == "alpha_phi":
         return alpha * _given(phi_norm_N)
+    assert grad_TH is not None, "scores of a gradient are known in backward"
     if kind == "abs_grad":
         return abs_sums(grad_TH)[token_N]
     norm_N = row_norms(grad_TH)[token_N]

@@ -86,7 +86,7 @@ def send_rows(
 
     Args:
         source_TH: (T, H) rows by token; token_N: int64 (N,), each pair's token in the order of sending.
-        columns: (N,) tensors of 4 or 8 bytes an entry that go along; lean_columns: more of them on a lean wire.
+        columns: (N,) tensors of 1, 4 or 8 bytes an entry that go along; lean_columns: more of them on a lean wire.
         pack, travel: phases that are charged. part: memory part that is booked. buffer: scratch to pack into.
     """
     if call.comm.size == 1:
@@ -151,13 +151,15 @@ def send_columns(call: Call, layout: Layout, columns: Sequence[Tensor], travel: 
     """A few bytes per pair, as one message; in (seat, source) order at their seats."""
     if call.comm.size == 1 or not columns:
         return list(columns)
-    widths = [column.element_size() for column in columns]
-    packed = torch.cat([column.contiguous().unsqueeze(1).view(torch.uint8) for column in columns], dim=1)
+    # The widest first: each then begins at a multiple of its width, as its view needs where a single row arrives.
+    order = sorted(range(len(columns)), key=lambda i: -columns[i].element_size())
+    widths = [columns[i].element_size() for i in order]
+    packed = torch.cat([columns[i].contiguous().unsqueeze(1).view(torch.uint8) for i in order], dim=1)
     received = layout.to_seats(call.comm.all_to_all(packed, layout.send_R, layout.receive_R))
     call.open_call.sent(travel, call.comm.sent_bytes(packed, layout.send_R))
-    parts = received.split(widths, dim=1)
+    parts = dict(zip(order, received.split(widths, dim=1), strict=True))
     # Flat first: a single row would keep the message's stride, which a view as a wider dtype refuses.
-    return [part.reshape(-1).view(column.dtype) for part, column in zip(parts, columns, strict=True)]
+    return [parts[i].reshape(-1).view(column.dtype) for i, column in enumerate(columns)]
 
 
 def return_rows(call: Call, arrival: Arrival, rows: Tensor, weight_M: Tensor | None, travel: str) -> Tensor:

@@ -7,6 +7,7 @@ carry their input), P parts of a pass, S most seats of a rank.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.seats import Seats
@@ -58,6 +59,12 @@ def stands(starts_R: IntArray, stay_RQ: IntArray, carry_RQ: IntArray) -> IntArra
     seats = stay_RQ.shape[1]
     begins = np.stack((begin, begin + seats), axis=1).reshape(-1)
     return np.concatenate((stay_RQ, carry_RQ), axis=1)[:, ranges(begins, np.repeat(size, 2))]
+
+
+def carry_stands(starts_R: IntArray) -> NDArray[np.bool_]:
+    """Which stands are of pairs that carry their input, bool (V,), from the first stand of every rank."""
+    middle_R = (starts_R[:-1] + starts_R[1:]) // 2
+    return np.arange(int(starts_R[-1])) >= np.repeat(middle_R, np.diff(starts_R))
 
 
 def expected_kept(seats: Seats, quota_E: IntArray) -> IntArray:

@@ -62,6 +62,7 @@ class Execution:
         differentiable: whether a backward follows. stash: whether the first projection's output stays for it.
         norms: whether projection-input norms are kept for scores. input_gradient: whether rows' gradients return.
         weight_gradient: whether the experts' weights get gradients.
+        early: whether forward fixes the kept set, and keeps only what stays at its place.
     """
 
     differentiable: bool
@@ -69,6 +70,7 @@ class Execution:
     norms: bool
     input_gradient: bool
     weight_gradient: bool
+    early: bool = False
 
 
 def training_execution(plan: LayerPlan, *, stash: bool) -> Execution:
@@ -93,7 +95,7 @@ def predict_bytes(shape: ExpertShape, plan: LayerPlan, rank: int, run: Execution
     crossing = rows.sent * 0 if alone else rows.sent + rows.received
     parts = {
         "dispatched": crossing * shape.row_bytes,
-        "stash": rows.received * stash_row + rows.sent * (_NORM_BYTES if run.norms else 0),
+        "stash": _stashed(rows, run) * stash_row + rows.sent * _NORM_BYTES * int(run.norms or run.early),
         "backward": (_gradient_rows(rows, run, alone) + _sent_again(rows, run, alone)) * shape.row_bytes,
         "outputs": (rows.received if alone else rows.sent + rows.received) * shape.row_bytes,
     }
@@ -153,6 +155,11 @@ def split_floor(quota_E: IntArray, counts_RE: IntArray, counts_E: IntArray) -> I
     wide = int(quota_E.max(initial=0)) * int(counts_RE.max(initial=0)) >= 2**62
     product = counts_RE.astype(object) * quota_E if wide else counts_RE * quota_E
     return (product // np.maximum(counts_E, 1)).astype(np.int64)
+
+
+def _stashed(rows: Rows, run: Execution) -> IntArray:
+    """Rows whose first projection waits for backward."""
+    return rows.kept_here - rows.moved_here if run.early else rows.received
 
 
 def _gradient_rows(rows: Rows, run: Execution, alone: bool) -> IntArray:
@@ -264,17 +271,17 @@ def keeps_inputs(plan: LayerPlan) -> bool:
 def rows_cost(shape: ExpertShape, rows: Rows, run: Execution, *, alone: bool, keeps: bool) -> CallRows:
     """What rows cost in bytes; every entry is linear in the row counts."""
     hidden, width = shape.row_bytes, shape.width * shape.element_bytes
-    stash = run.stash and keeps
+    stash, held = run.stash and keeps, _stashed(rows, run)
     waits = run.differentiable and keeps and not alone
     received = rows.received * 0 if alone else rows.received * hidden
     sent = rows.sent * 0 if alone else rows.sent * hidden
     again = rows.received * 0 if keeps or alone else (rows.kept_here + rows.kept_sent) * hidden
     kept = {
-        "dispatched": received * int(waits),
-        "stash": rows.received * (2 * width * int(stash)) + rows.sent * (_NORM_BYTES * int(run.norms)),
+        "dispatched": held * (hidden * int(waits)),
+        "stash": held * (2 * width * int(stash)) + rows.sent * (_NORM_BYTES * int(run.norms or run.early)),
     }
     forward = {
-        "dispatched": sent + received * int(not waits),
+        "dispatched": sent + received * int(run.early or not waits),
         "outputs": sent + rows.received * hidden,
         # inputs in expert order, activations, outputs in expert order; the first projection unless it is stashed
         "scratch": rows.received * (2 * hidden + width + (0 if stash else 2 * width)),

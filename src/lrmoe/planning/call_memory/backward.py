@@ -17,7 +17,6 @@ from lrmoe.planning.problem import IntArray
 from lrmoe.planning.transfers import transfers
 
 _DOT_ROWS = 4096  # pairs whose outputs meet their gradient together
-_SELECT = 112  # bytes a pair while scores are turned into the kept set
 
 
 class BackwardWalk(Walk):
@@ -32,9 +31,9 @@ class BackwardWalk(Walk):
         alpha = moments.take("scratch", sizes.alpha_bytes * sent_R)
         weight = None
         if sizes.scored:
-            home_R = plan.counts_E.reshape(self.ranks, -1).sum(axis=1)
-            moments.brief("scratch", 12 * sent_R + _SELECT * home_R)
-            weight = moments.take("scratch", 4 * sent_R + sizes.sum_bytes * sent_R)
+            if not sizes.early:
+                self._choose(moments, plan, sent_R)
+            weight = moments.take("scratch", (sizes.sum_bytes + (0 if sizes.early else 4)) * sent_R)
         cells_RV, identity, position = self._stands(plan, kept_RQ, again)
         moments.brief("scratch", 0 if identity else 4 * INDEX * kept)
         route = moments.take("scratch", (0 if identity else INDEX * kept) + (4 * kept if position else 0))
@@ -70,7 +69,7 @@ class BackwardWalk(Walk):
         stay_RQ, carry_RQ = (moves.table(*kept_RQ.shape, stay=stay) for stay in (True, False))
         if again:
             stay_RQ, carry_RQ = none_RQ, stay_RQ + carry_RQ
-        return stands(seats.starts_R, stay_RQ, carry_RQ), False, not again
+        return stands(seats.starts_R, stay_RQ, carry_RQ), False, not (again or self.sizes.early)
 
     def _backward_parts(
         self,
@@ -153,25 +152,33 @@ class BackwardWalk(Walk):
         moves = _halves(rows_PV, starts_R, second=True)
         runs = (largest_run(rows, table, self.local, sizes.block_rows) for rows in (stays, moves))
         stay, move = runs
-        kept = None
-        if not again and not self.alone:
+        kept, parts = None, plan.backward_chunks
+        staying = np.stack([np.add.reduceat(rows, seats.starts_R[:-1]) for rows in stays])
+        if sizes.early:
+            kept = moments.take("scratch", (1 + sizes.lean) * INDEX * staying * (parts > 1 and not again))
+        elif not again and not self.alone:
             received = seats.assign_RQ.sum(axis=0)
             m = np.add.reduceat(received, seats.starts_R[:-1])
             moments.brief("scratch", (3 if position else 1) * INDEX * m)
-            staying = np.stack([np.add.reduceat(rows, seats.starts_R[:-1]) for rows in stays])
             kept = moments.take("scratch", INDEX * m + (2 * INDEX * staying + INDEX * m if position else 0))
         elif self.alone and position:
             kept = moments.take("scratch", INDEX * rows_PV.sum(axis=1)[:, None])
         stashed = self.keeps_rows(plan)
-        self._block_backward(moments, stay, gathers_h=stashed and position, computes_h=not stashed)
-        self._block_backward(moments, move, gathers_h=False, computes_h=True)
+        scattered = position or (sizes.early and parts > 1)
+        in_order = sizes.early and stashed and parts == 1 and not (self.alone or sizes.lean)
+        self._block_backward(
+            moments, stay, gathers_h=stashed and scattered, computes_h=not stashed, gathers_x=not in_order
+        )
+        self._block_backward(moments, move, gathers_h=False, computes_h=True, gathers_x=True)
         moments.free(kept)
 
-    def _block_backward(self, moments: Moments, rows: IntArray, *, gathers_h: bool, computes_h: bool) -> None:
+    def _block_backward(
+        self, moments: Moments, rows: IntArray, *, gathers_h: bool, computes_h: bool, gathers_x: bool
+    ) -> None:
         """Scratch of the largest block: see `experts._block_backward` and the activation's backward."""
         sizes, shape = self.sizes, self.sizes.shape
         h = 2 * self.width * (gathers_h or computes_h)
-        x = self.row * (sizes.needs_gate_up or computes_h)
+        x = self.row * (gathers_x and (sizes.needs_gate_up or computes_h))
         narrow = sizes.sum_bytes != shape.element_bytes
         temporary = 3 * shape.width * sizes.sum_bytes if narrow else self.width
         # gradient rows, inputs, first projection; gradients at phi and at the first projection; act, phi, one more

@@ -26,7 +26,8 @@ class CallSizes:
         tokens_R: int64 (R,), tokens of every rank. slots: experts per token.
         input_bytes, alpha_bytes, weight_bytes: element sizes of the layer's input, routing weights and parameters.
         lean: one row per (token, rank). keeps_outputs: expert outputs stay for the routing weights' gradient.
-        norms: projection-input norms travel home. scored: backward scores pairs.
+        norms: projection-input norms travel home. scored: pairs are scored, in backward or (early) in forward, which
+            then keeps only the rows that stay at their seats.
         differentiable: a backward follows. needs: gradients asked for, of x, alpha, gate_up, down.
         block_rows: rows that experts compute at once, at least; None: all of them.
     """
@@ -41,6 +42,7 @@ class CallSizes:
     keeps_outputs: bool
     norms: bool
     scored: bool
+    early: bool
     differentiable: bool
     needs: tuple[bool, bool, bool, bool]
     block_rows: int | None

@@ -52,14 +52,14 @@ class CallWalk(ForwardWalk, BackwardWalk):
         """
         moments = Moments()
         moments.take("weights", self.local * self.sizes.shape.params * self.sizes.weight_bytes)
-        saved = self._forward(moments, plan)
+        # What a source keeps is chosen later; its vectors, which no chunks make smaller, are as long as can be.
+        most_RQ = np.minimum(self.seats.assign_RQ, plan.quota_E[self.seats.expert_Q])
+        known = (most_RQ, self.kept_RQ) if kept_RQ is None else (kept_RQ, kept_RQ)
+        saved = self._forward(moments, plan, known[1], known[0].sum(axis=1))
         forward_R, forward = moments.peaks(self.ranks)
         kept_R = moments.now(self.ranks)
         moments.mark()
         if self.sizes.differentiable:
-            # What a source keeps is chosen later; its vectors, which no chunks make smaller, are as long as can be.
-            most_RQ = np.minimum(self.seats.assign_RQ, plan.quota_E[self.seats.expert_Q])
-            known = (most_RQ, self.kept_RQ) if kept_RQ is None else (kept_RQ, kept_RQ)
             self._backward(moments, plan, known[1], known[0].sum(axis=1), saved)
         backward_R, backward = moments.peaks(self.ranks)
         return CallMemory(

@@ -16,6 +16,7 @@ from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.seats import Seats, seats_of
 
+_SELECT = 112  # bytes a pair while scores are turned into the kept set
 _WIDEN_TOKENS = 512  # tokens whose rows `ops.combine` widens together
 
 
@@ -61,14 +62,20 @@ class Walk:
             size = size + self.sizes.tokens_R * self.row
         return moments.take("replicas", size)
 
+    def _choose(self, moments: Moments, plan: LayerPlan, sent_R: IntArray) -> None:
+        """Scores to the homes of experts, weights back."""
+        home_R = plan.counts_E.reshape(self.ranks, -1).sum(axis=1)
+        moments.brief("scratch", 12 * sent_R + _SELECT * home_R)
+
     def _send(
-        self, moments: Moments, part: str, cells: Cells, columns: int
+        self, moments: Moments, part: str, cells: Cells, columns: int, flags: int = 0
     ) -> tuple[Held | None, Held | None]:
-        """Rows and columns to the seats: (received rows, their columns and index)."""
+        """Rows, columns and bytes beside them to the seats: (received rows, their columns and index)."""
         if self.alone:
             return None, None
         sizes = self.sizes
         wire = columns * 4 if sizes.sum_bytes == 4 else 8 * (columns > 0) + 4 * (columns > 1)
+        wire += flags
         lean = None
         if sizes.lean:
             moments.brief("scratch", 3 * INDEX * cells.pairs_out + 5 * self.ranks * sizes.tokens_R)
