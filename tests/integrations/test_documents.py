@@ -12,6 +12,7 @@ import pytest
 
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
+from lrmoe.telemetry import PARTS, PHASES
 from tests.integrations.models import make_model, make_tokens, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +76,12 @@ def test_telemetry_page_lists_every_key_and_no_other():
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(observe=True))
     run(model, make_tokens())
-    summary = handle.summary()
+    summary, figures = handle.summary(), handle.figures()
     page = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
     listed = [set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) for table in page.split("| key |")[1:]]
     assert listed == [summary.keys(), summary["observed"]["0.3"].keys()]
-    assert set(re.findall(r"lrmoe/\w+", page)) == handle.figures().keys()
+    named = re.findall(r"`(lrmoe/[\w<>]+)`", "".join(re.findall(r"^\| `lrmoe/.*$", page, re.MULTILINE)))
+    known = {name for name in figures if not name.endswith("_worst")}
+    checks = {"lrmoe/check_cosine", "lrmoe/check_relative_error", "lrmoe/check_layer"}
+    written = {n.replace("<phase>", p).replace("<part>", q) for n in named for p in PHASES for q in PARTS}
+    assert written == known | checks

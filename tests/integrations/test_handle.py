@@ -19,6 +19,7 @@ from lrmoe.integrations.transformers._enable import describe
 from lrmoe.integrations.transformers._report import report
 from lrmoe.integrations.transformers._summary import SummedTelemetry, figures
 from lrmoe.telemetry import CallRecord, PhaseClock
+from lrmoe.telemetry.layers import layer_figures
 from lrmoe.telemetry.record import OpenCall
 from tests.integrations.models import assert_same, make_model, make_tokens, run
 
@@ -251,21 +252,36 @@ def test_summary_counts_drained_and_undrained_calls():
     json.dumps(summary)
 
 
-def test_figures_are_means_and_two_worst_layers():
+def test_figures_are_means_and_worst_layers_under_the_names_of_a_training_run():
     model, ids = make_model("qwen3"), make_tokens()
-    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0, check_every=1))
     run(model, ids)
     records = handle.telemetry.records
     found = handle.figures()
-    assert {name for name in found if name.endswith("_worst")} == {
-        "lrmoe/kept_share_worst",
-        "lrmoe/backward_peak_worst",
-    }
-    assert len(found) == 9
+    line = layer_figures([records])
+    assert found.keys() == {name for name in line if name != "lrmoe/drop_reason"}
+    checked = {"lrmoe/check_cosine", "lrmoe/check_relative_error", "lrmoe/check_layer"}
+    means = {name for name in found if not name.endswith("_worst")} - checked
+    assert {f"{name}_worst" for name in means} | means | checked == found.keys()
     energies = [record.dropped_energy for record in records]
     assert found["lrmoe/kept_share"] == found["lrmoe/kept_share_worst"] == pytest.approx(0.5)
     assert found["lrmoe/dropped_energy"] == pytest.approx(sum(energies) / 2)
+    assert found["lrmoe/dropped_energy_worst"] == pytest.approx(max(energies))
+    assert 0 < found["lrmoe/check_cosine"] < 1
     assert handle.figures() == {}
+
+
+def test_the_dropped_energy_is_looked_at_where_nobody_reads_the_records(caplog: pytest.LogCaptureFixture):
+    model, ids = make_model("qwen3"), make_tokens()
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0, estimator="topk"))
+    for step in range(50):
+        assert caplog.messages == []
+        if step >= 40:
+            run(model, ids)
+        else:
+            handle.telemetry.calls += 1  # as if it had trained
+        handle.step()
+    assert len([text for text in caplog.messages if "estimator='topk'" in text]) == len(handle.layers)
 
 
 def test_worst_layers_keep_least_and_peak_highest():

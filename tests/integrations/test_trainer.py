@@ -68,6 +68,34 @@ def test_callback_steps_the_clock_and_logs(tmp_path: Path):
     assert handle.summary()["calls"] == 4 * 2 * len(handle.layers)
 
 
+def test_reporters_of_the_callback_see_figures_and_histograms(tmp_path: Path):
+    class Reporter:
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
+            self.closed = 0
+
+        def write(self, step: int, values: Any, histograms: Any) -> None:
+            self.seen.append((step, dict(values), dict(histograms)))
+
+        def close(self) -> None:
+            self.closed += 1
+
+    model, reporter = make_model("qwen3"), Reporter()
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
+    callbacks = [lrmoe_hf.LRMoECallback(handle, [reporter])]
+    Trainer(
+        model, arguments(tmp_path, max_steps=4, logging_steps=2), train_dataset=Tokens(), callbacks=callbacks
+    ).train()
+    assert [step for step, *_ in reporter.seen] == [2, 4]
+    assert reporter.closed == 1
+    for _, values, histograms in reporter.seen:
+        assert values["lrmoe/kept_share_worst"] == pytest.approx(0.5)
+        assert values["loss"] > 0
+        # two steps of two micro-batches of 2 x 8 tokens
+        assert sum(histograms["lrmoe/layer0/counts_E"]) == 2 * 2 * 2 * 8 * model.config.num_experts_per_tok
+        assert histograms["lrmoe/kept_share_by_layer"] == pytest.approx([0.5] * len(handle.layers))
+
+
 def test_the_callback_waits_for_the_end_of_a_long_step(tmp_path: Path):
     model = make_model("qwen3", num_hidden_layers=1)
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=1))

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,3 +121,30 @@ def test_without_a_terminal_there_are_log_lines(
     assert "loss 2.5000  kept 0.80  peak 1.20  moe 6 ms  4000 tok/s" in caplog.messages[0]
     assert caplog.messages[-1].endswith("skipped: gradient not finite")
     assert capsys.readouterr().err == ""
+
+
+class Seen:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
+        self.closed = 0
+
+    def write(self, step: int, values: Mapping[str, Any], histograms: Mapping[str, Sequence[float]]) -> None:
+        self.steps.append((step, dict(values), dict(histograms)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_reporters_get_the_line_and_histograms_and_are_closed(tmp_path: Path) -> None:
+    seen = Seen()
+    with MetricsWriter(tmp_path, reporters=[seen]) as writer:
+        writer.write(1, {"step": 1, "loss": 2.0}, {"lrmoe/layer0/counts_E": [1, 2]})
+        writer.write(2, {"step": 2, "loss": 1.0})
+    assert seen.steps == [
+        (1, {"step": 1, "loss": 2.0}, {"lrmoe/layer0/counts_E": [1, 2]}),
+        (2, {"step": 2, "loss": 1.0}, {}),
+    ]
+    assert seen.closed == 1
+    assert "counts_E" not in (tmp_path / "metrics.jsonl").read_text()

@@ -26,6 +26,7 @@ from lrmoe.planning.policies import Policy
 from lrmoe.planning.shards import expert_cuts, storage_bytes
 from lrmoe.telemetry import CallRecord, Telemetry
 from lrmoe.telemetry.record import OpenCall
+from lrmoe.telemetry.watch import EnergyWatch
 
 
 class MoELayer:
@@ -92,6 +93,8 @@ class MoELayer:
         self.layer = layer
         self.clock = StepClock() if clock is None else clock
         self.telemetry = Telemetry() if telemetry is None else telemetry
+        if config.estimator == "topk" and config.max_drop > 0 and self.telemetry.watch is None:
+            self.telemetry.watch = EnergyWatch()
         self.controller = Controller(config=config, clock=self.clock, layer=layer, experts=local)
         self._replay = ReplayStore()
         self._announcer = Announcer(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lrmoe.telemetry.clock import PHASES, PhaseClock, critical_path_ms
     from lrmoe.telemetry.figures import figure
     from lrmoe.telemetry.ledger import PARTS, Ledger
+    from lrmoe.telemetry.live import TensorBoard, WandB
     from lrmoe.telemetry.record import CallRecord, Telemetry
 
 _HOMES = {
@@ -21,11 +22,16 @@ _HOMES = {
     "figure": "figures",
     "PARTS": "ledger",
     "Ledger": "ledger",
+    "TensorBoard": "live",
+    "WandB": "live",
     "CallRecord": "record",
     "Telemetry": "record",
 }
 
-__all__ = ["PARTS", "PHASES", "CallRecord", "Ledger", "PhaseClock", "Telemetry", "critical_path_ms", "figure"]
+__all__ = [
+    "PARTS", "PHASES", "CallRecord", "Ledger", "PhaseClock", "Telemetry", "TensorBoard", "WandB", "critical_path_ms",
+    "figure",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

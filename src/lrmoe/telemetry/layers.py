@@ -43,6 +43,7 @@ _FIGURES: dict[str, _Figure] = {
     "backward_peak": _Figure(lambda call: call[0].backward_peak),
     "dropped_energy": _Figure(_over_energy("energy_dropped")),
     "added_variance": _Figure(_over_energy("variance_added")),
+    "dropped_energy_high": _Figure(lambda call: float(call[0].dropped_energy_high), of_layer=max),
     "nonfinite_scores": _Figure(lambda call: sum(r.nonfinite_scores for r in call), of_layer=sum),
     "chunks": _Figure(lambda call: call[0].chunks),
     "moe_layer_ms": _Figure(lambda call: max(r.wall_total_ms for r in call)),
@@ -69,9 +70,24 @@ def layer_figures(records_by_rank: Sequence[Sequence[CallRecord]]) -> dict[str, 
     for name, figure in _all_figures(layers).items():
         values = [figure.of_layer([figure.of_call(call) for call in calls]) for calls in layers.values()]
         flat[PREFIX + name], flat[f"{PREFIX}{name}_worst"] = _mean(values), figure.worst(values)
+    flat.update(_checked(layers))
     reasons = [call[0].drop_reason for calls in layers.values() for call in calls]
     flat[f"{PREFIX}drop_reason"] = max(sorted(set(reasons)), key=reasons.count)
     return flat
+
+
+def _checked(layers: dict[int, list[Call]]) -> dict[str, float]:
+    """The gradient that `check_every` compared: cosine, relative error and layer; the latest, empty where none was."""
+    first = [call[0] for calls in layers.values() for call in calls if call[0].check_cosine is not None]
+    if not first:
+        return {}
+    last = max(first, key=lambda record: (record.step, record.layer))
+    found = {"check_cosine": last.check_cosine, "check_relative_error": last.check_relative_error}
+    return {
+        PREFIX + name: value
+        for name, value in {**found, "check_layer": last.layer}.items()
+        if value is not None
+    }
 
 
 def layer_loads(records_by_rank: Sequence[Sequence[CallRecord]]) -> list[dict[str, Any]]:

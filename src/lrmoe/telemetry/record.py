@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lrmoe.planning.problem import IntArray
 from lrmoe.telemetry.clock import PHASES, PhaseClock
 from lrmoe.telemetry.ledger import Ledger, buffer_peak
+
+if TYPE_CHECKING:
+    from lrmoe.telemetry.watch import EnergyWatch
 
 OBSERVED = "observed."
 
@@ -30,6 +33,7 @@ class CallRecord:
     under a budget was predicted to need at most, index vectors and operators' results included.
     `check_cosine` and `check_relative_error` compare the pruned gradient of all ranks with the exact one, where
     `check_every` chose the call; else None.
+    `dropped_energy_high`: with `estimator="topk"`, the layer's running share of dropped energy is above its level.
     `counts_RE`, int64 (R, E), pairs from each source to each expert, stays only where telemetry keeps it for a trace.
     """
 
@@ -65,6 +69,7 @@ class CallRecord:
     observed: dict[str, float] = field(default_factory=dict)
     check_cosine: float | None = None
     check_relative_error: float | None = None
+    dropped_energy_high: bool = False
     counts_RE: IntArray | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -125,7 +130,7 @@ class CallRecord:
         names = (
             "step micro_batch layer tokens pairs kept kept_share forward_peak backward_peak dropped_energy "
             "added_variance nonfinite_scores chunks replicas drop_reason wire_bytes wire_bytes_row_per_pair "
-            "buffer_peak_bytes"
+            "buffer_peak_bytes dropped_energy_high"
         )
         flat: dict[str, Any] = {name: getattr(self, name) for name in names.split()}
         for phase in PHASES:
@@ -146,8 +151,8 @@ class OpenCall:
     """A call in flight: its record, and the instruments that are read into it when somebody looks.
 
     `pending` holds device scalars by record field (or OBSERVED + name), so that the call itself never waits for them.
-    `finished` is set by the call's first backward; an open call that is `repeated` stands for a further backward
-    through a retained graph and is never recorded.
+    `finished` is set by the call's first backward, `watched` when its energy has been looked at; an open call that is
+    `repeated` stands for a further backward through a retained graph and is never recorded.
     """
 
     record: CallRecord
@@ -156,6 +161,7 @@ class OpenCall:
     pending: dict[str, Tensor] = field(default_factory=dict)
     finished: bool = False
     repeated: bool = False
+    watched: bool = False
 
     def sent(self, phase: str, size: int) -> None:
         """Book bytes sent to other ranks under a phase."""
@@ -183,17 +189,25 @@ class Telemetry:
 
     Attributes:
         keep_counts: whether records keep their counts per source and expert, for a trace (R x E integers a call).
+        watch: looks at the dropped energy of finished calls when they are read; None where no rule is biased.
     """
 
     def __init__(self, limit: int = 4096) -> None:
         self.keep_counts = False
+        self.watch: EnergyWatch | None = None
         self._limit = limit
         self._calls: deque[OpenCall] = deque()
 
     @property
     def records(self) -> list[CallRecord]:
         """Records of finished calls since the last drain, oldest first."""
-        return [call.close() for call in self._calls]
+        return [self._read(call) for call in self._calls]
+
+    def look(self) -> None:
+        """Let `watch` see what has finished since it last did; waits for the device where that is still at work."""
+        for call in self._calls:
+            if self.watch is not None and not call.watched:
+                self._read(call)
 
     def add(self, call: OpenCall) -> None:
         """Add a finished call; beyond the limit the oldest goes."""
@@ -202,6 +216,13 @@ class Telemetry:
         self._calls.append(call)
         if len(self._calls) > self._limit:
             self._forget(self._calls.popleft())
+
+    def _read(self, call: OpenCall) -> CallRecord:
+        record = call.close()
+        if self.watch is not None and not call.watched:
+            call.watched = True
+            self.watch.look([record])
+        return record
 
     def _forget(self, call: OpenCall) -> None:
         """Called with a record that nobody drained in time."""

@@ -173,7 +173,14 @@ class LoopConfig(_Table):
     keep_last: int = _option(2, "Checkpoints to keep.", kind=int, least=1)
     eval_every: int = _option(0, "Steps between evaluations on held-out text; 0 is never.", kind=int, least=0)
     eval_batches: int = _option(4, "Batches per rank in one evaluation.", kind=int, least=1)
-    log_every: int = _option(10, "Steps between log lines where there is no terminal.", kind=int, least=1)
+    log_every: int = _option(
+        10, "Steps between histograms, and between log lines where there is no terminal.", kind=int, least=1
+    )
+    wandb: str | None = _option(
+        None,
+        "Project at Weights & Biases that shows the run; WANDB_MODE=offline keeps it in the folder.",
+        kind=str,
+    )
     trace: bool | None = _option(
         None,
         "Write trace.parquet, the counts of every layer call; unset: where pyarrow is installed.",

@@ -14,7 +14,7 @@ from lrmoe.training.config import TrainConfig
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
-RESULTS = (METRICS, SUMMARY, "trace.parquet", "report.html")
+RESULTS = (METRICS, SUMMARY, "trace.parquet", "report.html", "wandb.id")
 
 
 def check_free(config: TrainConfig, *, overwrite: bool) -> None:

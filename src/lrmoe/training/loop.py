@@ -75,6 +75,8 @@ class Trainer:
         self.handle = self._enable(policy)
         # All ranks' records are at hand here, so the watch looks at those instead of this rank's.
         self._watch, self.handle.telemetry.watch = self.handle.telemetry.watch, None
+        # All ranks' records are at hand here, so the watch looks at those instead of this rank's.
+        self._watch, self.handle.telemetry.watch = self.handle.telemetry.watch, None
         self.handle.telemetry.keep_counts = wanted(config.train.trace) and self.rank == 0
         self.parameters = Parameters(self.model, _DTYPES[config.train.dtype], group)
         self.optimizer = Optimizer(self.parameters, config.optim, config.train.steps)
@@ -127,6 +129,9 @@ class Trainer:
         self._update(reduced)
         records = self.handle.telemetry.drain()
         records_by_rank = gather_records(records, self.group, self.device)
+        if self._watch is not None:
+            for call in zip(*records_by_rank, strict=True):
+                self._watch.look(call)
         metrics = StepMetrics(
             step=self.steps_done,
             loss=reduced.loss,

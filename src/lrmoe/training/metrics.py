@@ -1,12 +1,12 @@
-"""Figures of a step, and where they go: metrics.jsonl, TensorBoard, a progress bar or log lines."""
+"""Figures of a step, and where they go: metrics.jsonl, reporters, a progress bar or log lines."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +14,11 @@ from typing import IO, Any
 
 from lrmoe.telemetry import CallRecord
 from lrmoe.telemetry.layers import layer_figures, layer_loads, over_all
+from lrmoe.telemetry.live import Histograms, Reporter
 
 log = logging.getLogger(__name__)
+
+_NO_HISTOGRAMS: Histograms = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,38 +86,35 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """metrics.jsonl, and TensorBoard where it is installed. Used on rank 0.
+    """metrics.jsonl, and whoever shows the run while it goes on. Used on rank 0.
 
     Args:
         folder: the run's folder.
         resume_step: keep lines up to this step and go on after them; None starts anew.
+        reporters: get the same numbers, and histograms; closed with the writer.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, resume_step: int | None = None, reporters: Sequence[Reporter] = ()
+    ) -> None:
         path = folder / "metrics.jsonl"
         kept = _lines_until(path, resume_step) if resume_step is not None and path.exists() else []
         self._file: IO[str] = path.open("w", encoding="utf-8")
         self._file.writelines(kept)
-        self._board: Any = None
-        if importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
+        self._reporters = reporters
 
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step)
-
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        """Add one line, numbers that are not finite as null; numbers also go to TensorBoard."""
+    def write(self, step: int, values: Mapping[str, Any], histograms: Histograms = _NO_HISTOGRAMS) -> None:
+        """Add one line, numbers that are not finite as null; numbers and histograms also go to the reporters."""
         self._file.write(json.dumps({name: _finite(value) for name, value in values.items()}) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in values.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, step)
+        for reporter in self._reporters:
+            reporter.write(step, values, histograms)
 
     def close(self) -> None:
         """Close the files."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for reporter in self._reporters:
+            reporter.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

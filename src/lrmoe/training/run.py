@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -9,7 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lrmoe.checkpoint import gathered
+from lrmoe.errors import require_extra
 from lrmoe.telemetry import figure
+from lrmoe.telemetry.layers import layer_histograms
+from lrmoe.telemetry.live import Reporter, TensorBoard, WandB
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.folder import SUMMARY, check_free, claim
 from lrmoe.training.loop import Trainer
@@ -55,15 +59,20 @@ def train(
         ConfigError: something does not fit, or the folder holds an earlier run and neither `resume` nor `overwrite` is
             set; checkpoints are never overwritten.
         CheckpointError: nothing usable to resume from.
+        MissingExtraError: train.wandb is set and wandb is not installed.
     """
+    if config.train.wandb is not None:
+        _on_main(process, lambda: require_extra("wandb", "wandb"))
     if not resume:
         _on_main(process, lambda: check_free(config, overwrite=overwrite))
     trainer = Trainer(config, process.group, device=process.device)
     start = trainer.resume() if resume else 0
     _on_main(process, lambda: claim(config, config.write, fresh=not resume))
+    reporters: list[Reporter] = []
+    _on_main(process, lambda: reporters.extend(_reporters(config, start if resume else None)))
     if process.is_main:
         with (
-            MetricsWriter(config.folder, start if resume else None) as writer,
+            MetricsWriter(config.folder, start if resume else None, reporters) as writer,
             Progress(
                 config.train.steps, start=start, every=config.train.log_every, enabled=show_progress
             ) as progress,
@@ -78,9 +87,32 @@ def train(
     return summary
 
 
-def _on_main(process: Process, action: Callable[[], None]) -> None:
+def _on_main(process: Process, action: Callable[[], object]) -> None:
     """Do something on rank 0; its error is everybody's."""
-    gathered(process.group, lambda: action() if process.is_main else None)
+
+    def act() -> None:
+        if process.is_main:
+            action()
+
+    gathered(process.group, act)
+
+
+def _reporters(config: TrainConfig, resume_step: int | None) -> list[Reporter]:
+    """TensorBoard where it is installed, Weights & Biases where a project is named."""
+    found: list[Reporter] = []
+    if importlib.util.find_spec("tensorboard") is not None:
+        found.append(TensorBoard(config.folder / "tensorboard", resume_step))
+    if config.train.wandb is not None:
+        found.append(
+            WandB(
+                config.train.wandb,
+                name=config.train.name,
+                config=config.to_dict(),
+                folder=config.folder,
+                resume=resume_step is not None,
+            )
+        )
+    return found
 
 
 def _trace(trainer: Trainer, resume_step: int | None) -> AbstractContextManager[TraceLog | None]:
@@ -106,7 +138,8 @@ def _loop(
             line["eval_loss"] = trainer.evaluate()
             trainer.totals.evaluated(done, line["eval_loss"])
         if writer is not None:
-            writer.write(done, line)
+            drawn = done % train.log_every == 0 or done in (1, train.steps)
+            writer.write(done, line, layer_histograms(metrics.records_by_rank) if drawn else {})
         if progress is not None:
             progress.update(metrics)
             if evaluated:

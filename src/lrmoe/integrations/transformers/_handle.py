@@ -19,6 +19,7 @@ from lrmoe.integrations.transformers._summary import SummedTelemetry, figures
 from lrmoe.layer import MoELayer, StepClock, release_scratch
 
 _STATE_VERSION = 1
+_LOOK_STEPS = 50  # between looks at the dropped energy where nobody reads the records
 _IDLE_STEPS = 2  # optimizer steps in a row without a training call: one may be a warm-up of the optimizer
 
 
@@ -75,6 +76,8 @@ class Handle:
         Warns once where steps pass in which no MoE layer trained.
         """
         self.clock.advance()
+        if self.telemetry.watch is not None and self.clock.step % _LOOK_STEPS == 0:
+            self.telemetry.look()
         idle, self._calls_before = self.telemetry.calls == self._calls_before, self.telemetry.calls
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if self._idle_steps == _IDLE_STEPS and not self._warned_idle:
@@ -180,8 +183,8 @@ class Handle:
     __str__ = report
 
     def figures(self) -> dict[str, float]:
-        """`lrmoe/...` figures for a logger over the calls since they were last asked for: means over layers, and the
-        worst layer's `kept_share` and `backward_peak`.
+        """`lrmoe/...` figures for a logger over this rank's calls since they were last asked for: the mean over layers
+        under a quantity's name, and the worst layer's as `<name>_worst`.
 
         Empty where there was no training call. Drains `telemetry`.
         """

@@ -1,12 +1,13 @@
-"""From call records to figures a person reads: means over the run, and mean and worst layer for loggers."""
+"""From call records to figures a person reads: means over the run, and numbers for loggers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lrmoe.telemetry import CallRecord, Telemetry
+from lrmoe.telemetry.layers import layer_figures
 from lrmoe.telemetry.record import OpenCall
 
 _MEANS = ("kept_share", "forward_peak", "backward_peak", "dropped_energy", "added_variance")
@@ -20,8 +21,6 @@ _SUMS = (
     "nonfinite_scores",
     "wall_total_ms",
 )
-# Quantity that is also logged for the worst layer -> which one that is.
-_WORST: dict[str, Callable[[Iterable[float]], float]] = {"kept_share": min, "backward_peak": max}
 
 
 class Totals:
@@ -116,7 +115,7 @@ class SummedTelemetry(Telemetry):
 
     def _forget(self, call: OpenCall) -> None:
         """Nobody drained it in time: it counts in the totals all the same."""
-        self._totals.add([call.close()])
+        self._totals.add([self._read(call)])
 
     def totals(self) -> Totals:
         """Totals over all calls so far, drained or not."""
@@ -125,21 +124,7 @@ class SummedTelemetry(Telemetry):
         return totals
 
 
-def figures(records: Iterable[CallRecord]) -> dict[str, float]:
-    """`lrmoe/<quantity>`, means over the layers' training calls, and the worst layer's kept_share and backward_peak."""
-    layers: dict[int, list[CallRecord]] = defaultdict(list)
-    for record in records:
-        if record.drop_reason != "eval":
-            layers[record.layer].append(record)
-    if not layers:
-        return {}
-    found: dict[str, float] = {}
-    for name in _MEANS:
-        means = [sum(getattr(r, name) for r in calls) / len(calls) for calls in layers.values()]
-        found[f"lrmoe/{name}"] = sum(means) / len(means)
-        if name in _WORST:
-            found[f"lrmoe/{name}_worst"] = _WORST[name](means)
-    calls = [record for group in layers.values() for record in group]
-    found["lrmoe/nonfinite_scores"] = float(sum(r.nonfinite_scores for r in calls))
-    found["lrmoe/moe_layer_ms"] = sum(r.wall_total_ms for r in calls) / len(calls)
-    return found
+def figures(records: Sequence[CallRecord]) -> dict[str, float]:
+    """The numbers of `layer_figures`, over this rank's records."""
+    found = layer_figures([records])
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
