@@ -30,6 +30,8 @@ MODES: dict[str, LRMoEConfig] = {
     "stash": exact(activations="stash"),
     "recompute": exact(activations="recompute", policy="megatron"),
     "full-router": pruning(max_drop=0.3, estimator="topk"),
+    "in-forward": pruning(max_drop=0.3, score="alpha", select_in="forward"),
+    "in-forward-by-phi": pruning(max_drop=0.3, score="alpha_phi", select_in="forward", estimator="topk"),
 }
 
 
@@ -114,6 +116,16 @@ def test_a_lean_wire_stays_within_its_budget(pool4: Pool) -> None:
     for one in ask(pool4, config, most // 2):
         assert one.smallest == 0
         assert one.needed <= one.predicted <= most // 2
+
+
+@pytest.mark.parametrize("score", ["alpha", "alpha_phi"])
+def test_a_lean_wire_with_the_kept_set_fixed_in_forward_stays_within_it_too(pool4: Pool, score: str) -> None:
+    config = pruning(max_drop=0.3, score=score, select_in="forward", lean_wire=True)
+    most = max(one.predicted for one in ask(pool4, config, 2**60))
+    for budget in (most, most // 2):
+        for one in ask(pool4, config, budget):
+            assert one.smallest == 0
+            assert one.needed <= one.predicted <= budget
 
 
 def test_means_rise_as_the_budget_falls(pool4: Pool) -> None:
