@@ -87,10 +87,12 @@ def test_an_earlier_replay_is_replaced_and_nothing_else(capsys: pytest.CaptureFi
         run_replay(**SMALL)
 
 
-def test_two_replays_have_no_common_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_replays_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys)
-    with pytest.raises(ConfigError, match="page of its own"):
-        report(runs=[Path("runs/replay"), Path("runs/replay")])
+    report(runs=[Path("runs/replay"), Path("runs/replay")], out=Path("two.html"))
+    page = Path("two.html").read_text()
+    assert "replay (first) and replay (second) have" in page
+    assert page.count(">Time of one layer call</caption>") == 2
 
 
 def test_a_trace_gives_counts_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:

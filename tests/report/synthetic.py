@@ -11,6 +11,9 @@ LINK = 2.0e8
 STEPS = 60
 LAYERS = 3
 FORWARD = (2600, 1496)
+PRUNED = (1434, 1433)
+COUNTS = (1800, 500, 300, 900, 400, 196)  # of six experts, three at home on each rank
+MIB = 2**20
 
 
 def compare_run(folder: Path, systems: tuple[str, ...] = ("megatron", "lrmoe"), reached: bool = True) -> Path:
@@ -46,7 +49,7 @@ def compare_run(folder: Path, systems: tuple[str, ...] = ("megatron", "lrmoe"), 
 
 
 def _line(name: str, step: int, *, pruned: bool) -> dict[str, Any]:
-    backward = (1434, 1433) if pruned else FORWARD
+    backward = PRUNED if pruned else FORWARD
     loss = 2.2 + 3.3 * math.exp(-step / 18) + 0.06 * math.sin(step * 2.1 + len(name))
     work = sum(backward) / sum(FORWARD)
     peak = max(backward) / 2048
@@ -64,10 +67,35 @@ def _line(name: str, step: int, *, pruned: bool) -> dict[str, Any]:
         },
         "critical_bytes": int(2e7 * (1 + work) / 2),
         "kept_share": work if pruned else 1.0,
-        "loads": [
-            {"layer": layer, "forward_R": list(FORWARD), "backward_R": list(backward)} for layer in range(LAYERS)
-        ],
+        "dropped_energy": 0.04 if pruned else 0.0,
+        "added_variance": 0.09 if pruned else 0.0,
+        "loads": loads(step, backward, pruned),
     }  # fmt: skip
+
+
+def loads(step: int, backward: tuple[int, ...] = FORWARD, pruned: bool = False) -> list[dict[str, Any]]:
+    """Rows of ranks and pairs of experts; the hottest expert cools with the steps."""
+    moved = min(step, 60) * 10
+    counts = [COUNTS[0] - moved, COUNTS[1] + moved, *COUNTS[2:]]
+    quotas = [int(0.7 * count) if pruned else count for count in counts]
+    rows = {"forward_R": list(FORWARD), "backward_R": list(backward), "counts_E": counts, "quota_E": quotas}
+    return [{"layer": layer, **rows} for layer in range(LAYERS)]
+
+
+def memory(stash: int) -> dict[str, Any]:
+    """The memory entry of a system's summary."""
+    parts = {
+        "weights": 4,
+        "grads": 8,
+        "replicas": 1,
+        "dispatched": 3,
+        "stash": stash,
+        "backward": 5,
+        "outputs": 2,
+    }
+    sizes = {part: size * MIB for part, size in parts.items()}
+    found = dict.fromkeys(("measured", "predicted", "call_measured", "call_predicted"), sizes)
+    return {**found, "optimizer": 8 * MIB, "memory_budget": 48 * MIB, "layer_budget": None}
 
 
 def _entry(lines: list[dict[str, Any]], reached: bool) -> dict[str, Any]:
@@ -90,6 +118,7 @@ def _entry(lines: list[dict[str, Any]], reached: bool) -> dict[str, Any]:
         "forward_peak_rows": 2600,
         "backward_peak_rows": max(max(lines[-1]["loads"][0]["backward_R"]), 1),
         "call_ms": {**phases, "wire": total("critical_bytes") / LINK / total("calls") * 1e3},
+        "memory": memory(20 if lines[-1]["kept_share"] == 1 else 14),
         "fairness": {"replica_slots": 0, "estimator": "sampled, score lrm"},
         "config": {"policy": "lrmoe", "max_drop": 0.3},
     }
@@ -109,6 +138,12 @@ def train_run(folder: Path, steps: int = 30, *, rate: float = 0.1, kept: float =
             "lrmoe/ms_experts": 20.0,
             "lrmoe/ms_experts_worst": 25.0,
             "lrmoe/ms_replicas": 0.0,
+            "kept_share": 1.0 if step < 10 else kept,
+            "dropped_energy": 0.0 if step < 10 else 0.02,
+            "added_variance": 0.0 if step < 10 else 0.05,
+            "lrmoe/mem_stash_measured_worst": 3.0 * MIB,
+            "lrmoe/mem_stash_predicted_worst": 3.5 * MIB,
+            "loads": loads(step),
             **({"eval_loss": 5.5 - rate * step} if every and step % every == 0 else {}),
         }
         for step in range(1, steps + 1)

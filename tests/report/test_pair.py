@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from lrmoe.errors import ConfigError
-from lrmoe.report import html, pair, simulation_pair
+from lrmoe.report import html, pair, sections, simulation_pair
 from lrmoe.report.data import Run
 from lrmoe.report.load import load_run
 from lrmoe.simulate.run import Settings, run
 from tests.report.synthetic import LINK, compare_run, train_run
+from tests.report.test_html import COMPARED
 
 
 def _trained(tmp_path: Path) -> tuple[Run, Run]:
@@ -51,7 +52,7 @@ def test_both_runs_share_every_plot(tmp_path: Path) -> None:
     body = page.split("<script")[0]
     assert body.count("<h1") == 1, "one page, not two stacked ones"
     drawn = json.loads(re.findall(r'<script type="application/json" id="plots">(.*?)</script>', page)[0])
-    assert set(drawn) == {f"pair-{name}" for name in ("loss-time", "loss-steps", "peaks", "phases", "kept")}
+    assert set(drawn) == {f"pair-{name}" for name in (*COMPARED, "peaks") if name != "load"}
     for name in ("loss-time", "loss-steps", "kept"):
         traces = drawn[f"pair-{name}"]["data"]
         assert {"exact", "pruned"} <= {trace["name"] for trace in traces}
@@ -75,8 +76,8 @@ def test_comparisons_meet_system_by_system(tmp_path: Path) -> None:
     rows = {row[0]: row[3] for row in tables[0].rows}
     assert rows["MoE-layer time, critical path (modelled link)"] == "1.000"
     assert "Both reached loss 2.3" in pair.verdict(both)
-    plots = {plot.name: plot for plot in html.plots(both.both)}
-    assert len(plots) == 5
+    plots = {plot.name: plot for plot in sections.plots(both.both)}
+    assert set(plots) == {*COMPARED, "peaks"} - {"load"}
     shown = [trace["name"] for trace in plots["peaks"].traces]
     assert shown == [f"{system.name}, backward" for system in both.both.systems], "eight lines are too many"
 

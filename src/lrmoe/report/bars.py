@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lrmoe.report.data import Run, SystemRun
+from lrmoe.report.data import LayerRows, Run, SystemRun
 from lrmoe.report.plot import Plot, label, line
 from lrmoe.report.tables import Table, critical_path, number
 
@@ -19,12 +19,19 @@ PHASE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "experts' weights and gradients moved": ("replicas",),
 }
 
+_PANELS = 4  # systems with a panel each
+_SIDES: Mapping[str, str] = {"forward": "forward_R", "backward": "backward_R"}
+_TITLE = "Load per rank, forward and backward"
+_WHICH = "Mean rows of a step per rank and layer, over the steps with a pruned backward."
+
 
 def load(run: Run) -> Plot | None:
-    """Rows per rank before (forward) and after (backward) pruning, one panel per system."""
+    """Rows per rank before (forward) and after (backward) pruning: a panel per system, or of many a row each."""
     systems = [system for system in run.systems if system.loads]
     if not systems:
         return None
+    if len(systems) > _PANELS:
+        return _squares(systems)
     traces: list[dict[str, Any]] = []
     layout: dict[str, Any] = {"barmode": "group", "bargap": 0.25, "shapes": [], "annotations": []}
     layout["margin"] = {"l": 8, "r": 12, "t": 68, "b": 8}  # legend above the first panel's title
@@ -37,15 +44,11 @@ def load(run: Run) -> Plot | None:
         layout["shapes"].append(line(mean, f"x{suffix} domain", f"y{suffix}"))
         layout["annotations"].append(_panel_title(system.name, f"x{suffix} domain", f"y{suffix} domain"))
         layout[f"yaxis{suffix}"] = {"title": "rows", "range": [0, top * 1.1]}
-        layout[f"xaxis{suffix}"] = {"type": "multicategory", "tickangle": 0}
-    caption = (
-        "Mean rows of a step per rank and layer, over the steps with a pruned backward. Dashed: the mean load"
-    )
-    caption += " with nothing dropped. A synchronous step waits for the tallest bar."
+        layout[f"xaxis{suffix}"] = {"type": "multicategory", "tickangle": 0, "title": "rank"}
     return Plot(
         name="load",
-        title="Load per rank, forward and backward",
-        caption=caption,
+        title=_TITLE,
+        caption=f"{_WHICH} Dashed: the mean load with nothing dropped. A synchronous step waits for the tallest bar.",
         label=_load_label(systems),
         traces=traces,
         layout=layout,
@@ -54,9 +57,69 @@ def load(run: Run) -> Plot | None:
     )
 
 
+def _squares(systems: Sequence[SystemRun]) -> Plot:
+    """Load over mean load of every system, rank and layer: forward above, backward below."""
+    layers = [f"layer {rows.layer}" for rows in systems[0].loads for _ in rows.forward_R]
+    ranks = [str(r) for rows in systems[0].loads for r in range(len(rows.forward_R))]
+    values = {
+        side: [[_over(v, rows) for rows in system.loads for v in getattr(rows, part)] for system in systems]
+        for side, part in _SIDES.items()
+    }
+    top = max(v for found in values.values() for row in found for v in row)
+    traces = [
+        {
+            "type": "heatmap",
+            "name": side,
+            "x": [layers, ranks],
+            "y": [label(system.name) for system in systems],
+            "z": found,
+            "zmin": 0,
+            "zmax": top,
+            "colorscale": [[i / 3, f"var(--heat-{i})"] for i in range(4)],
+            "showscale": i == 0,
+            "colorbar": {"thickness": 10, "outlinewidth": 0},
+            "xgap": 1,
+            "ygap": 1,
+            "yaxis": "y" if i == 0 else "y2",
+            "hovertemplate": f"%{{y}}, {side}: %{{z:.2f}} mean loads<extra></extra>",
+        }
+        for i, (side, found) in enumerate(values.items())
+    ]
+    panel: dict[str, Any] = {"autorange": "reversed", "showgrid": False, "type": "category"}
+    return Plot(
+        name="load",
+        title=_TITLE,
+        caption=f"{_WHICH} Squares: load of a rank over the mean load with nothing dropped; dark is what a step waits "
+        "for.",
+        label=_load_label(systems),
+        traces=traces,
+        layout={
+            "xaxis": {
+                "type": "multicategory",
+                "title": "rank",
+                "tickangle": 0,
+                "anchor": "y2",
+                "showgrid": False,
+            },
+            "yaxis": {**panel, "domain": [0.55, 1]},
+            "yaxis2": {**panel, "domain": [0, 0.45]},
+            "annotations": [
+                _panel_title(side, "x domain", f"{axis} domain")
+                for side, axis in (("forward", "y"), ("backward", "y2"))
+            ],
+        },
+        table=_load_table(systems),
+        height=140 + 40 * len(systems),
+    )
+
+
+def _over(value: float, rows: LayerRows) -> float:
+    return value / rows.mean if rows.mean else 0.0
+
+
 def _load_traces(system: SystemRun, suffix: str, first: bool) -> list[dict[str, Any]]:
     layers = [f"layer {rows.layer}" for rows in system.loads for _ in rows.forward_R]
-    ranks = [f"rank {r}" for rows in system.loads for r in range(len(rows.forward_R))]
+    ranks = [str(r) for rows in system.loads for r in range(len(rows.forward_R))]
     common = {
         "type": "bar",
         "x": [layers, ranks],
@@ -64,11 +127,16 @@ def _load_traces(system: SystemRun, suffix: str, first: bool) -> list[dict[str, 
         "yaxis": f"y{suffix}",
         "showlegend": False,
     }
-    sides = (("forward", "var(--forward)", "forward_R"), ("backward", "var(--backward)", "backward_R"))
     return [
-        {**common, "name": name, "legendgroup": name, "showlegend": first, "marker": {"color": fill}}
+        {
+            **common,
+            "name": side,
+            "legendgroup": side,
+            "showlegend": first,
+            "marker": {"color": f"var(--{side})"},
+        }
         | {"y": [value for rows in system.loads for value in getattr(rows, part)]}
-        for name, fill, part in sides
+        for side, part in _SIDES.items()
     ]
 
 

@@ -1,8 +1,8 @@
-"""Plots of what happened step by step: loss, peak load, kept share."""
+"""Plots of what happened step by step: loss, peak load, kept share, energy and variance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import Run, Series, SystemRun
@@ -198,35 +198,89 @@ def _range(values: Sequence[float]) -> tuple[str, str, str]:
 
 def kept(run: Run) -> Plot | None:
     """Share of pairs that backward kept, step by step."""
-    systems = [system for system in run.systems if any(v is not None for v in system.series.kept_share)]
+    return _shares(
+        run,
+        name="kept",
+        title="Pairs kept in backward",
+        read=lambda series: series.kept_share,
+        caption="Share of (token, expert) pairs whose gradient is computed. Warm-up steps are exact.",
+        axis="kept share",
+        layout={"range": [0, 1.05], "tickformat": ".0%"},
+        whole="kept_share",
+    )
+
+
+def energy(run: Run) -> Plot | None:
+    """Share of the scores' energy that left-out pairs held, step by step."""
+    return _shares(
+        run,
+        name="energy",
+        title="Energy of the pairs left out",
+        read=lambda series: series.dropped_energy,
+        caption="Sum of squared scores of the left-out pairs over that of all pairs: what topk loses for good; "
+        "sampled makes up for it on average. Steps that drop nothing have no point.",
+        axis="dropped energy",
+        layout={"rangemode": "tozero", "tickformat": ".1%"},
+    )
+
+
+def variance(run: Run) -> Plot | None:
+    """Variance that sampling added, step by step."""
+    return _shares(
+        run,
+        name="variance",
+        title="Variance added by sampling",
+        read=lambda series: series.added_variance,
+        caption="Sum over the candidates of (1/pi - 1) times the squared score, over the sum of all squared scores. "
+        "Steps that drop nothing, and topk, add none.",
+        axis="added variance",
+        layout={"rangemode": "tozero", "tickformat": ".1%"},
+    )
+
+
+def _shares(
+    run: Run,
+    *,
+    name: str,
+    title: str,
+    read: Callable[[Series], Sequence[float | None]],
+    caption: str,
+    axis: str,
+    layout: Mapping[str, Any],
+    whole: str = "",
+) -> Plot | None:
+    """A share of each step, one line per system that has it; None where it is nowhere above zero."""
+    systems = [system for system in run.systems if any(read(system.series))]
     if not systems:
         return None
     traces = [
         {"type": "scatter", "mode": "lines", "name": label(system.name), "x": list(system.series.step)}
         | {
-            "y": list(system.series.kept_share),
+            "y": list(read(system.series)),
             "line": {"color": colour(run, system), "width": 2.5, "shape": "hv", "dash": system.dash},
         }
         for system in systems
     ]
-    layout: dict[str, Any] = {"xaxis": {"title": "optimizer step", "rangemode": "tozero"}}
-    layout["yaxis"] = {"title": "kept share", "range": [0, 1.05], "tickformat": ".0%"}
-    rows = [(s.name, *_kept_row(s)) for s in systems]
-    ends = "; ".join(f"{s.name} {percent(s.series.kept_share[-1])}" for s in systems)
-    columns = ("system", "first step", "least", "last step", "whole run")
+    rows = [(s.name, *_share_row(read(s.series), s.number(whole) if whole else None)) for s in systems]
+    ends = "; ".join(f"{row[0]} {row[4]}" for row in rows)
+    columns = ("system", "first step", "least", "most", "last step", "whole run" if whole else "mean")
     return Plot(
-        name="kept",
-        title="Pairs kept in backward",
-        caption="Share of (token, expert) pairs whose gradient is computed. Warm-up steps are exact.",
-        label=f"Share of pairs kept in backward, last step: {ends}",
+        name=name,
+        title=title,
+        caption=caption,
+        label=f"{title}, last step: {ends}",
         traces=traces,
-        layout=layout,
-        table=Table(title="Kept share", columns=columns, rows=rows),
+        layout={
+            "xaxis": {"title": "optimizer step", "rangemode": "tozero"},
+            "yaxis": {"title": axis, **layout},
+        },
+        table=Table(title=title, columns=columns, rows=rows),
         height=260,
     )
 
 
-def _kept_row(system: SystemRun) -> tuple[str, ...]:
-    shares = [share for share in system.series.kept_share if share is not None]
-    whole = system.number("kept_share")
-    return percent(shares[0]), percent(min(shares)), percent(shares[-1]), percent(whole)
+def _share_row(values: Sequence[float | None], whole: float | None) -> tuple[str, ...]:
+    """First, least, most and last of the steps that have one, and the whole run's or else their mean."""
+    found = [value for value in values if value is not None]
+    mean = sum(found) / len(found) if whole is None else whole
+    return tuple(percent(v, 2) for v in (found[0], min(found), max(found), found[-1], mean))

@@ -23,6 +23,8 @@ class Series:
         critical_bytes: bytes so far that `critical_s` puts on the link; empty where it is.
         wall_s: MoE-layer time so far, wall, in seconds.
         kept_share: share of pairs that backward kept.
+        dropped_energy: share of the scores' energy that left-out pairs held; None where nothing was scored.
+        added_variance: by sampling, over the scores' energy; None where nothing was scored.
         forward_peak, backward_peak: rows of the most loaded rank over the mean load, worst layer; empty where
             unknown.
     """
@@ -35,6 +37,8 @@ class Series:
     critical_bytes: tuple[float, ...] = ()
     wall_s: tuple[float, ...] = ()
     kept_share: tuple[float | None, ...] = ()
+    dropped_energy: tuple[float | None, ...] = ()
+    added_variance: tuple[float | None, ...] = ()
     forward_peak: tuple[float, ...] = ()
     backward_peak: tuple[float, ...] = ()
 
@@ -60,23 +64,64 @@ class LayerRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerSteps:
+    """Loads of one MoE layer step by step; long runs are thinned, so that a page stays small.
+
+    Attributes:
+        layer: index of the MoE layer.
+        step: which steps, S of them.
+        forward_SR, backward_SR: rows each rank computed.
+        counts_SE, quota_SE: pairs routed to each expert, and those of them that backward kept; empty where unknown.
+    """
+
+    layer: int
+    step: tuple[int, ...]
+    forward_SR: tuple[tuple[float, ...], ...]
+    backward_SR: tuple[tuple[float, ...], ...]
+    counts_SE: tuple[tuple[int, ...], ...] = ()
+    quota_SE: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes by part on the fullest rank.
+
+    Attributes:
+        stacks: name of a bar ("measured", "predicted") -> part -> bytes, in order.
+        budget: bytes that the parts must fit into, or None. budget_name: which budget that is.
+        what: what the parts belong to, in words.
+    """
+
+    stacks: Mapping[str, Mapping[str, float]]
+    budget: float | None = None
+    budget_name: str = "budget"
+    what: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SystemRun:
     """One system's part of a run; a training run has exactly one.
 
     Attributes:
         name: how plots and tables call it.
+        key: its name in files and figures; empty where that is `name`.
         figures: its entry of summary.json (numbers, flags, and nested mappings).
         series: step by step.
         loads: rows per rank, one entry per layer.
+        layers: loads step by step, one entry per layer.
+        memory: bytes by part, where the run has them.
         phase_ms: per phase, milliseconds of a layer call on the slowest rank; "wire" is bytes over the link.
         config: the LRMoEConfig it ran with.
         colour, dash: how curves are drawn; an empty colour is the plots' own choice.
     """
 
     name: str
+    key: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
     series: Series = field(default_factory=Series)
     loads: tuple[LayerRows, ...] = ()
+    layers: tuple[LayerSteps, ...] = ()
+    memory: Memory | None = None
     phase_ms: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     colour: str = ""
@@ -95,10 +140,11 @@ class Run:
 
     Attributes:
         name: the folder's name.
-        kind: "compare", "train", "simulate" or "replay"; "pair" is two of the first two in one.
+        kind: which command made it, as KINDS of sections.py names them; "pair" is two that were trained, in one.
         summary: summary.json as it is.
         config: the resolved configuration, tables of config.toml.
         systems: what ran.
+        unfinished: what is missing where the run has no summary of its own, or empty.
     """
 
     name: str
@@ -106,6 +152,7 @@ class Run:
     summary: Mapping[str, Any]
     config: Mapping[str, Any]
     systems: tuple[SystemRun, ...]
+    unfinished: str = ""
 
     @property
     def baseline(self) -> SystemRun | None:

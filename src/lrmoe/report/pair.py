@@ -9,7 +9,7 @@ from typing import Any
 from lrmoe.errors import ConfigError
 from lrmoe.report import tables
 from lrmoe.report.data import BASELINE, Run, SystemRun
-from lrmoe.report.plot import DASHES
+from lrmoe.report.names import DASHES
 from lrmoe.report.tables import Table
 
 _UNTOLD = ("train.name", "train.runs", "context.command", "context.date")  # always differ and explain nothing

@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lrmoe.report.data import BASELINE, Run, SystemRun
+from lrmoe.report.data import Run, SystemRun
+from lrmoe.report.names import styles
 from lrmoe.report.tables import Table
-
-SERIES_COLOURS = 4
-DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +27,7 @@ class Plot:
         traces, layout: Plotly's data and layout.
         table: the numbers behind the plot.
         height: of the plot area in CSS pixels.
+        frames: what a reader may step through, where there is more than the traces show; see heat.py.
     """
 
     name: str
@@ -39,6 +38,7 @@ class Plot:
     table: Table
     layout: Mapping[str, Any] = field(default_factory=dict)
     height: int = 360
+    frames: Mapping[str, Any] | None = None
 
 
 def label(text: str) -> str:
@@ -47,13 +47,8 @@ def label(text: str) -> str:
 
 
 def colour(run: Run, system: SystemRun) -> str:
-    """The baseline is always grey; the others take the series colours in order; a system's own colour goes first."""
-    if system.colour:
-        return system.colour
-    if system.name == BASELINE:
-        return "var(--series-0)"
-    others = [s for s in run.systems if s.name != BASELINE]
-    return f"var(--series-{1 + others.index(system) % SERIES_COLOURS})"
+    """The system's own colour, or the one that its name has on every page."""
+    return system.colour or styles(s.key or s.name for s in run.systems)[system.key or system.name][0]
 
 
 def line(y: float, xref: str = "paper", yref: str = "y") -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""Tables and words of a replay: every system's measured call beside fixed ownership's."""
+"""Tables, plots and words of a replay: every system's measured call beside fixed ownership's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lrmoe.planning.calibration import PHASES
-from lrmoe.report.data import Run
+from lrmoe.report import bars
+from lrmoe.report.data import Memory, Run
+from lrmoe.report.memory import stack
+from lrmoe.report.plot import Plot, label, line
 from lrmoe.report.tables import Table, number, percent, size
 
 TITLES = {"drop0.5": "lrmoe, drop 0.5"}
@@ -90,6 +94,64 @@ def _any(run: Run, side: str, phase: str) -> bool:
 def tables(run: Run) -> Sequence[Table]:
     """All tables, in order."""
     return times(run), memory(run), phases(run)
+
+
+def phase_ms(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds of both passes by phase as measured; "wire" is all that was modelled."""
+    sides = figures["phases"].values()
+    found = {phase: sum(side["measured"].get(phase, 0.0) for side in sides) for phase in PHASES}
+    wire = sum(sum(side["modelled"].values()) for side in sides)
+    return {**{phase: ms for phase, ms in found.items() if ms}, **({"wire": wire} if wire else {})}
+
+
+def memory_parts(figures: Mapping[str, Any]) -> Memory | None:
+    """Bytes by part of both passes, where the summary has them."""
+    parts = figures.get("parts")
+    return Memory(stacks=parts, what="one layer call, forward and backward") if parts else None
+
+
+def plots(run: Run) -> list[Plot]:
+    """Peaks, time by phase, and memory by part of every system."""
+    memory = {system.name: system.memory for system in run.systems if system.memory is not None}
+    caption = f"Both passes of the call, the slowest rank of each phase; bytes on the link are modelled: {link(run)}."
+    stacked = bars.phases(run)
+    made = [
+        peaks([(s.name, s.figures["forward_peak"], s.figures["backward_peak"]) for s in run.systems]),
+        replace(stacked, caption=caption) if stacked is not None else None,
+        stack(memory, name="memory", title="Memory by part", caption="Bytes of the fullest rank.")
+        if memory
+        else None,
+    ]
+    return [plot for plot in made if plot is not None]
+
+
+def peaks(found: Sequence[tuple[str, float, float]]) -> Plot:
+    """Forward and backward peak of every system, side by side."""
+    sides = (("forward", 1), ("backward", 2))
+    rows = [(name, number(ahead, 4), number(back, 4)) for name, ahead, back in found]
+    ends = "; ".join(f"{name} {ahead} forward, {back} backward" for name, ahead, back in rows)
+    return Plot(
+        name="peak",
+        title="Peak load by system",
+        caption="Rows of the most loaded rank over the mean load with nothing dropped. 1 is even.",
+        label=f"Peak over mean load: {ends}",
+        traces=[
+            {
+                "type": "bar",
+                "name": side,
+                "x": [label(row[0]) for row in found],
+                "y": [row[i] for row in found],
+            }
+            | {"marker": {"color": f"var(--{side})"}}
+            for side, i in sides
+        ],
+        layout={
+            "barmode": "group",
+            "yaxis": {"title": "peak / mean", "rangemode": "tozero"},
+            "shapes": [line(1.0)],
+        },
+        table=Table(title="Peak load", columns=("system", "forward", "backward"), rows=rows),
+    )
 
 
 def verdict(run: Run) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lrmoe.report.data import BASELINE, Run
-from lrmoe.report.plot import DASHES, Plot, label
+from lrmoe.report.data import Run
+from lrmoe.report.names import styles
+from lrmoe.report.plot import Plot, label
 from lrmoe.report.simulation import OURS, milliseconds, pressures, scenarios, where
 from lrmoe.report.tables import Table, number, percent
 
@@ -53,20 +54,13 @@ def peaks(scenario: _Figures) -> Plot | None:
     )
 
 
-def _line(name: str, index: int) -> dict[str, Any]:
-    """Fixed ownership grey, lrmoe thick, the others by colour and dash."""
-    if name == BASELINE:
-        return {"color": "var(--series-0)", "width": 2.5}
-    if name == OURS:
-        return {"color": "var(--series-1)", "width": 4}
-    return {"color": f"var(--series-{2 + index % 3})", "width": 2, "dash": DASHES[index // 3 % len(DASHES)]}
-
-
 def _lines(series: Mapping[str, Sequence[float]], x: Sequence[Any]) -> list[dict[str, Any]]:
+    """A line per system in its own colour and dash, lrmoe's thicker."""
+    drawn = styles(series)
     return [
         {"type": "scatter", "mode": "lines+markers", "name": label(name), "x": list(x), "y": list(values)}
-        | {"line": _line(name, i)}
-        for i, (name, values) in enumerate(series.items())
+        | {"line": {"color": drawn[name][0], "dash": drawn[name][1], "width": 4 if name == OURS else 2}}
+        for name, values in series.items()
     ]
 
 

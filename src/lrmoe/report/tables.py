@@ -76,9 +76,9 @@ def seconds(value: float | None) -> str:
     return "-" if value is None else f"{number(value, 4)} s"
 
 
-def percent(value: float | None) -> str:
-    """A share as a percentage, "-" for None."""
-    return "-" if value is None else f"{100 * value:.1f}%"
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share as a percentage with that many decimals, "-" for None."""
+    return "-" if value is None else f"{100 * value:.{digits}f}%"
 
 
 def against(ours: float | None, baseline: float | None) -> str:

@@ -1,0 +1,149 @@
+"""The headline figures of a run under the names that its command gives them with --json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lrmoe.report.data import Run
+from lrmoe.telemetry.figures import figure
+
+_Unit = tuple[str, str]  # unit, which way is better
+_Named = Iterator[tuple[str, float | int | None, _Unit]]
+
+COMPARE: Mapping[str, _Unit] = {
+    "steps": ("steps", "lower"),
+    "moe_time_critical_s": ("s", "lower"),
+    "moe_time_wall_s": ("s", "lower"),
+    "wire_bytes": ("B", "lower"),
+    "replica_bytes": ("B", "lower"),
+    "forward_peak_rows": ("rows", "lower"),
+    "backward_peak_rows": ("rows", "lower"),
+    "buffer_peak_bytes": ("B", "lower"),
+    "kept_share": ("fraction", "higher"),
+    "final_loss": ("nats", "lower"),
+    "largest_difference_eps": ("eps", "lower"),
+    "steps_to_common_loss": ("steps", "lower"),
+    "critical_s_to_common_loss": ("s", "lower"),
+}
+TRAIN: Mapping[str, _Unit] = {
+    "final_loss": ("nats/token", "lower"),
+    "eval_loss": ("nats/token", "lower"),
+    "tokens_per_s": ("tokens/s", "higher"),
+    "moe_time_wall_s": ("s", "lower"),
+    "wire_bytes": ("bytes", "lower"),
+    "buffer_peak_bytes": ("bytes", "lower"),
+    "kept_share": ("share", "lower"),
+}
+SIMULATE: Mapping[str, _Unit] = {
+    "forward_peak": ("peak/mean", "lower"),
+    "backward_peak": ("peak/mean", "lower"),
+    "peak_worst": ("peak/mean", "lower"),
+    "kept_share": ("fraction", "higher"),
+    "replicas": ("copies", "lower"),
+    "extra_slots": ("slots", "lower"),
+    "local_share": ("fraction", "higher"),
+}
+REPLAY: Mapping[str, _Unit] = {
+    "forward_peak": ("peak/mean", "lower"),
+    "backward_peak": ("peak/mean", "lower"),
+    "kept_share": ("fraction", "higher"),
+    "forward_ms": ("ms", "lower"),
+    "backward_ms": ("ms", "lower"),
+    "backward_speedup": ("ratio", "higher"),
+    "layer_speedup": ("ratio", "higher"),
+}
+
+
+def figures(run: Run) -> list[dict[str, Any]]:
+    """The rows of the run's headline table, one figure for each number."""
+    if "figures" in run.summary:  # the files of `make headline` and of one plan are figures
+        return [dict(line) for line in run.summary["figures"]]
+    context = {**run.summary.get("context", {}), "run": run.name}
+    return [
+        figure(name, value, *unit, **context)
+        for name, value, unit in _NAMED[run.kind](run)
+        if isinstance(value, int | float)
+    ]
+
+
+def _compare(run: Run) -> _Named:
+    for system in run.systems:
+        if "reached" in system.figures:
+            yield f"compare.{system.key}.reached", int(system.figures["reached"]), ("boolean", "higher")
+        for name, unit in COMPARE.items():
+            yield f"compare.{system.key}.{name}", system.number(name), unit
+
+
+def _train(run: Run) -> _Named:
+    (system,) = run.systems
+    for name, unit in TRAIN.items():
+        yield f"train.{system.name}.{name}", system.number(name), unit
+
+
+def _simulate(run: Run) -> _Named:
+    keys = {system.name: system.key for system in run.systems}
+    for scenario in run.summary["scenarios"]:
+        where = f"simulate.R{scenario['ranks']}E{scenario['experts']}"
+        for name, found in scenario["systems"].items():
+            for quantity, unit in SIMULATE.items():
+                yield f"{where}.{keys.get(name, name)}.{quantity}", found.get(quantity), unit
+
+
+def _replay(run: Run) -> _Named:
+    for system in run.systems:
+        for quantity, unit in REPLAY.items():
+            if system.key != "megatron" or not quantity.endswith("speedup"):
+                yield f"replay.{system.key}.{quantity}", system.number(quantity), unit
+
+
+def _plan(run: Run) -> _Named:
+    """Of a sweep; one plan's figures are in its file."""
+    for row in run.summary["rows"]:
+        case = f"plan.{str(row['model']).lower()}.{row['hardware']}.gpus{row['gpus']}"
+        yield f"{case}.largest_micro_batch", int(row["largest_micro_batch"] or 0), ("sequences", "higher")
+
+
+def _rows(run: Run) -> _Named:
+    """Of a matrix or an ablation: every number of every row, under the words of the row."""
+    for row in run.summary["rows"]:
+        words = [_word(name, value) for name, value in row.items() if name in _CASE]
+        for name, value in row.items():
+            if name not in _CASE and isinstance(value, int | float) and not isinstance(value, bool):
+                yield ".".join([run.kind, *words, name]), value, ("", "lower")
+
+
+_CASE = (
+    "model", "regime", "aux", "seed", "seeds", "target", "system", "score", "estimator", "drop", "max_drop",
+    "quota_rule", "router_grad", "select_in",
+)  # fmt: skip
+
+
+def _word(name: str, value: Any) -> str:
+    return (
+        str(value)
+        if isinstance(value, str)
+        else f"{name}{value:g}"
+        if isinstance(value, float)
+        else f"{name}{value}"
+    )
+
+
+_NAMED: Mapping[str, Callable[[Run], _Named]] = {
+    "compare": _compare,
+    "train": _train,
+    "simulate": _simulate,
+    "replay": _replay,
+    "plan": _plan,
+    "matrix": _rows,
+    "ablate": _rows,
+}
+
+
+def of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The figures of one run, or of two, one after the other; `context.run` tells them apart."""
+    return [
+        {**found, "context": {**found.get("context", {}), "run": run.name}}
+        for run in runs
+        for found in figures(run)
+    ]

@@ -1,0 +1,224 @@
+"""What `lrmoe plan` wrote: one plan (its JSON lines) or a table of many (its CSV file)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lrmoe.planning.calibration import PHASES
+from lrmoe.report import bars
+from lrmoe.report.data import LayerSteps, Memory, Run, SystemRun
+from lrmoe.report.heat import heat
+from lrmoe.report.memory import PARTS, stack
+from lrmoe.report.plot import Plot, label
+from lrmoe.report.tables import Table, number, size
+
+_Row = Mapping[str, str]
+_NOT_SWEPT = ("fits", "mode", "device_bytes", "device_available", "largest_micro_batch", "kind", "why")
+
+
+def verdict(run: Run) -> str:
+    """Whether it fits, or how many cases of a sweep do."""
+    if "rows" in run.summary:
+        rows = run.summary["rows"]
+        fit = [row for row in rows if row["fits"] == "yes"]
+        return f"{len(fit)} of {len(rows)} cases fit their device."
+    report = run.summary["report"]
+    need, have = report["limits"]["device"]["needed"], report["limits"]["device"]["available"]
+    fits = all(limit["needed"] <= limit["available"] for limit in report["limits"].values())
+    said = "fits" if fits else "does not fit"
+    return f"{report['described']}: {said}, {size(need)} of {size(have)} on the fullest rank."
+
+
+def method(run: Run) -> str:
+    """What the figures take for granted."""
+    if "rows" in run.summary:
+        kinds = " and ".join(
+            dict.fromkeys(row.get("kind", "") for row in run.summary["rows"] if row.get("kind"))
+        )
+        return f"Planned, nothing was run; memory and times are {kinds or 'modelled'}."
+    return " ".join(["Planned, nothing was run.", *run.summary["report"]["assumptions"]])
+
+
+def tables(run: Run) -> Sequence[Table]:
+    """The table of cases, or memory and figures of the one plan."""
+    if "rows" in run.summary:
+        return [_cases(run.summary["rows"])]
+    return [_figures(run), _memory(run), *_advice(run)]
+
+
+def plots(run: Run) -> list[Plot]:
+    """Memory against the device, and of one plan its loads and times."""
+    if "rows" in run.summary:
+        return _sweep_plots(run.summary["rows"])
+    planned = _planned(run)
+    phases = bars.phases(planned)
+    made = [_stack(run), heat(planned), phases]
+    return [plot for plot in made if plot is not None]
+
+
+def _figures(run: Run) -> Table:
+    rows = [
+        (str(figure["name"]).rpartition("gpus")[2].partition(".")[2], _value(figure), str(figure["unit"]))
+        for figure in run.summary["figures"]
+        if ".bytes." not in figure["name"]
+    ]
+    report = run.summary["report"]
+    return Table(
+        title="Figures of the plan", columns=("figure", "value", "unit"), rows=rows, note=report["described"]
+    )
+
+
+def _value(figure: Mapping[str, Any]) -> str:
+    return size(figure["value"]) if figure["unit"] == "B" else number(figure["value"], 4)
+
+
+def _memory(run: Run) -> Table:
+    report = run.summary["report"]
+    columns = {
+        f"{what}, {side}": report[what][side]
+        for what in ("call", "model")
+        for side in ("forward", "backward")
+    }
+    rows = [
+        (title, *(size(parts.get(part, 0)) for parts in columns.values()))
+        for part, title in PARTS.items()
+        if any(parts.get(part) for parts in columns.values())
+    ]
+    rows.append(("MoE", *(size(sum(parts.values())) for parts in columns.values())))
+    rows.append(("not MoE", "", "", *([size(sum(report["reserved"].values()))] * 2)))
+    note = f"Activations: {report['mode']}."
+    return Table(title="Bytes of the fullest rank", columns=("part", *columns), rows=rows, note=note)
+
+
+def _advice(run: Run) -> list[Table]:
+    rows = [(one["change"], str(one["largest_micro_batch"])) for one in run.summary["report"]["advice"]]
+    table = Table(title="What would fit", columns=("change", "largest micro-batch"), rows=rows, text=True)
+    return [table] if rows else []
+
+
+def _stack(run: Run) -> Plot:
+    report = run.summary["report"]
+    other = {"reserved": sum(report["reserved"].values())}
+    found = Memory(
+        stacks={side: {**parts, **other} for side, parts in report["model"].items()},
+        budget=report["limits"]["device"]["available"],
+        budget_name="device",
+        what="the whole model",
+    )
+    return stack(
+        {"plan": found},
+        name="memory",
+        title="Memory against the device",
+        caption="Bytes of the fullest rank, modelled.",
+    )
+
+
+def _planned(run: Run) -> Run:
+    """The planned call as a system with one step."""
+    report = run.summary["report"]
+    layer = LayerSteps(
+        layer=0,
+        step=(1,),
+        forward_SR=(tuple(report["forward_load"]),),
+        backward_SR=(tuple(report["backward_load"]),),
+        counts_SE=(tuple(report["counts"]),),
+        quota_SE=(tuple(report["quotas"]),),
+    )
+    sides = report["ms"].values()
+    phase_ms = {phase: sum(side.get(phase, 0.0) for side in sides) for phase in PHASES}
+    system = SystemRun(name="plan", layers=(layer,), phase_ms={p: ms for p, ms in phase_ms.items() if ms})
+    return Run(name=run.name, kind="plan", summary={}, config={}, systems=(system,))
+
+
+def _swept(rows: Sequence[_Row]) -> list[str]:
+    """Columns that the cases differ in, without those that are answers."""
+    asked = list(rows[0])[: list(rows[0]).index("fits")]
+    return [name for name in asked if len({row[name] for row in rows}) > 1]
+
+
+def _case(row: _Row, swept: Sequence[str]) -> str:
+    words = [
+        row[name] if name in ("model", "hardware", "policy") else f"{name} {row[name]}" for name in swept
+    ]
+    return ", ".join(words) or row["model"]
+
+
+def _cases(rows: Sequence[_Row]) -> Table:
+    swept = _swept(rows)
+    columns = ("case", "fits", "largest micro-batch", "device need", "device", "kept", "layer ms", "why not")
+    body = [
+        (
+            _case(row, swept),
+            row["fits"],
+            row["largest_micro_batch"],
+            size(_number(row, "device_bytes")),
+            size(_number(row, "device_available")),
+            row.get("kept_share") or "-",
+            number(_number(row, "layer_ms"), 4),
+            row.get("why") or "",
+        )
+        for row in rows
+    ]
+    same = [f"{name} {rows[0][name]}" for name in list(rows[0]) if name not in (*swept, *_NOT_SWEPT)]
+    note = f"The same for all: {', '.join(same[:8])}." if len(rows) > 1 else ""
+    return Table(title="Capacity", columns=columns, rows=body, note=note, text=True)
+
+
+def _number(row: _Row, name: str) -> float | None:
+    try:
+        return float(row[name])
+    except (KeyError, ValueError):
+        return None
+
+
+def _sweep_plots(rows: Sequence[_Row]) -> list[Plot]:
+    swept = _swept(rows)
+    found = [(_case(row, swept), row) for row in rows if _number(row, "device_bytes") is not None]
+    if not found:
+        return []
+    memory = _bars(
+        found,
+        "memory",
+        "Memory of the fullest rank against the device",
+        "GiB",
+        ("device_bytes", "device_available"),
+        2**30,
+    )
+    times = _bars(found, "time", "Time of a layer call", "ms", ("layer_ms",), 1)
+    return [memory, times]
+
+
+_BARS = {
+    "device_bytes": ("needed", "var(--series-1)"),
+    "device_available": ("available", "var(--forward)"),
+    "layer_ms": ("layer call", "var(--series-1)"),
+}
+
+
+def _bars(
+    found: Sequence[tuple[str, _Row]], name: str, title: str, unit: str, fields: Sequence[str], scale: float
+) -> Plot:
+    values = {field: [(_number(row, field) or 0.0) / scale for _, row in found] for field in fields}
+    names = [case for case, _ in found]
+    rows = [(case, *(number(values[field][i], 4) for field in fields)) for i, case in enumerate(names)]
+    return Plot(
+        name=name,
+        title=title,
+        caption="One bar per case that could be planned; modelled.",
+        label=f"{title}: " + "; ".join(f"{row[0]} {' of '.join(row[1:])} {unit}" for row in rows),
+        traces=[
+            {"type": "bar", "orientation": "h", "name": _BARS[field][0], "y": [label(case) for case in names]}
+            | {"x": values[field], "marker": {"color": _BARS[field][1]}}
+            for field in fields
+        ],
+        layout={
+            "barmode": "group",
+            "xaxis": {"title": unit, "rangemode": "tozero"},
+            "yaxis": {"autorange": "reversed", "showgrid": False},
+        },
+        table=Table(
+            title=title, columns=("case", *(f"{_BARS[field][0]}, {unit}" for field in fields)), rows=rows
+        ),
+        height=130 + (24 if len(fields) == 1 else 36) * len(found),
+    )

@@ -1,0 +1,227 @@
+"""What stands on the page for each kind of run, alone or two side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lrmoe.errors import ConfigError
+from lrmoe.report import (
+    headline,
+    matrix,
+    matrix_plots,
+    pair,
+    plan,
+    replay,
+    side,
+    simulation,
+    simulation_pair,
+    simulation_plots,
+    tables,
+    words,
+)
+from lrmoe.report.bars import load, phases
+from lrmoe.report.curves import energy, kept, loss_against_steps, loss_against_time, peaks, variance
+from lrmoe.report.data import Run
+from lrmoe.report.heat import heat
+from lrmoe.report.memory import memory
+from lrmoe.report.plot import Plot
+from lrmoe.report.tables import Table
+
+TRAINED = ("compare", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One run on the page, or two side by side: the sentence, tiles, plots and tables."""
+
+    anchor: str
+    kicker: str
+    title: str
+    verdict: str
+    headline: Table
+    plots: Sequence[Plot]
+    method: str
+    details: Sequence[Table]
+    tiles: Sequence[tuple[str, str, str]] = ()
+    fairness: Table | None = None
+    further: Sequence[Table] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How a run that has all its figures in its summary is shown."""
+
+    verdict: Callable[[Run], str]
+    tables: Callable[[Run], Sequence[Table]]
+    plots: Callable[[Run], Sequence[Plot]]
+    method: Callable[[Run], str]
+    fairness: Callable[[Run], Table] | None = None
+
+
+KINDS: Mapping[str, Kind] = {
+    "simulate": Kind(
+        verdict=simulation.verdict,
+        tables=simulation.tables,
+        plots=simulation_plots.plots,
+        method=simulation.method,
+        fairness=simulation.fairness,
+    ),
+    "replay": Kind(verdict=replay.verdict, tables=replay.tables, plots=replay.plots, method=replay.method),
+    "matrix": Kind(
+        verdict=matrix.verdict, tables=matrix.tables, plots=matrix_plots.plots, method=matrix.method
+    ),
+    "plan": Kind(verdict=plan.verdict, tables=plan.tables, plots=plan.plots, method=plan.method),
+    "headline": Kind(
+        verdict=headline.verdict, tables=headline.tables, plots=headline.plots, method=headline.method
+    ),
+}
+
+
+def sections_of(runs: Sequence[Run]) -> list[Section]:
+    """The sections of a page of one run or two.
+
+    Raises:
+        ConfigError: two runs that have nothing to stand side by side.
+    """
+    if len(runs) == 1:
+        return [section(runs[0], "run0")]
+    left, right = runs
+    if left.kind in TRAINED and right.kind in TRAINED:
+        return [_paired(pair.pair(left, right))]
+    if left.kind != right.kind:
+        raise ConfigError(
+            f"runs: {left.name!r} is of `{left.kind}` and {right.name!r} of `{right.kind}`; two that were trained, or "
+            "two of the same kind, can stand side by side"
+        )
+    if left.kind == "simulate":
+        return [_simulated_pair(left, right)]
+    return _side_by_side(left, right)
+
+
+def section(run: Run, anchor: str) -> Section:
+    """The section of one run."""
+    return _trained(run, anchor) if run.kind in TRAINED else _summarised(run, anchor)
+
+
+def _summarised(run: Run, anchor: str) -> Section:
+    kind = KINDS[run.kind]
+    first, *others = kind.tables(run)
+    return Section(
+        anchor=anchor,
+        kicker=f"lrmoe {run.kind}",
+        title=run.name,
+        verdict=kind.verdict(run),
+        headline=first,
+        further=others,
+        plots=kind.plots(run),
+        fairness=kind.fairness(run) if kind.fairness is not None else None,
+        method=kind.method(run),
+        details=_with_rows(tables.environment(run)),
+    )
+
+
+def _trained(run: Run, anchor: str) -> Section:
+    details = [tables.system_settings(run), tables.settings(run), tables.environment(run)]
+    if run.kind == "train":
+        details.insert(0, tables.train_summary(run))
+    fairness = tables.fairness(run)
+    return Section(
+        anchor=anchor,
+        kicker=f"lrmoe {run.kind}",
+        title=run.name,
+        verdict=words.verdict(run),
+        tiles=words.tiles(run),
+        headline=tables.headline(run),
+        plots=plots(run),
+        fairness=fairness if fairness.rows else None,
+        method=words.method(run),
+        details=_with_rows(*details),
+    )
+
+
+def plots(run: Run) -> list[Plot]:
+    """All plots that a run of systems that were trained has data for, in the page's order."""
+    bars = () if run.kind == "pair" else (load,)
+    drawn = (
+        loss_against_time,
+        loss_against_steps,
+        *bars,
+        heat,
+        peaks,
+        phases,
+        memory,
+        kept,
+        energy,
+        variance,
+    )
+    made = (draw(run) for draw in drawn)
+    return [plot for plot in made if plot is not None]
+
+
+def _with_rows(*found: Table) -> list[Table]:
+    return [table for table in found if table.rows]
+
+
+def _paired(both: pair.Pair) -> Section:
+    first, *others = pair.headlines(both)
+    details = [
+        replace(tables.settings(run), title=f"Configuration of {title}")
+        for title, run in zip(both.titles, both.runs, strict=True)
+    ]
+    return Section(
+        anchor="pair",
+        kicker="lrmoe report, two runs",
+        title=both.both.name,
+        verdict=pair.verdict(both),
+        headline=first,
+        further=[*others, *_with_rows(pair.differences(both))],
+        plots=plots(both.both),
+        method=pair.method(both),
+        details=_with_rows(*details),
+    )
+
+
+def _simulated_pair(left: Run, right: Run) -> Section:
+    titles = pair.call(left, right)
+    first, *others = simulation_pair.tables(left, right, titles)
+    details = [
+        replace(table, title=f"{table.title} ({title})")
+        for title, run in zip(titles, (left, right), strict=True)
+        for table in (*simulation.tables(run), simulation.fairness(run))
+    ]
+    return Section(
+        anchor="pair",
+        kicker="lrmoe report, two simulations",
+        title=" and ".join(titles),
+        verdict=simulation_pair.verdict(left, right, titles),
+        headline=first,
+        further=_with_rows(*others),
+        plots=simulation_pair.plots(left, right, titles),
+        method=" ".join(
+            f"{title}: {simulation.method(run)}" for title, run in zip(titles, (left, right), strict=True)
+        ),
+        details=details,
+    )
+
+
+def _side_by_side(left: Run, right: Run) -> list[Section]:
+    """The figures that both have in one table, then each run as it is alone."""
+    titles = pair.call(left, right)
+    alone = [
+        replace(section(run, f"run{i}"), title=title)
+        for i, (run, title) in enumerate(zip((left, right), titles, strict=True))
+    ]
+    table = side.table(left, right, titles)
+    both = Section(
+        anchor="pair",
+        kicker=f"lrmoe report, two of `lrmoe {left.kind}`",
+        title=" and ".join(titles),
+        verdict=side.verdict(left, right, titles),
+        headline=table,
+        further=_with_rows(side.differences(left, right, titles)),
+        plots=(),
+        method="Each run's own page follows, with what it measured and how.",
+        details=(),
+    )
+    return [both, *alone]
