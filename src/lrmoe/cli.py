@@ -457,18 +457,34 @@ def replay(
     raise typer.Exit(code)
 
 
-@app.command(epilog="Example: lrmoe report runs/demo")
+@app.command(epilog="Example: lrmoe report runs/demo --json")
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One or two run folders.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="One or two run folders, or files of `lrmoe plan` (its .csv, its --json in a .jsonl).",
+        ),
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page; unset: report.html in the first folder.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The page; unset: report.html in the first folder, or beside the first file."
+        ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The headline figures to stdout, one JSON object a line.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Write the HTML page of one run, or of two side by side."""
+    """Write the HTML page of one run, or of two side by side.
+
+    Shows runs of train, compare, ablate, replay, simulate, plan and `make headline`. Two runs must both have been
+    trained (train, compare), or be of the same kind.
+    """
     from lrmoe.report.commands import report as run
 
-    raise typer.Exit(run(runs=runs, out=out))
+    raise typer.Exit(run(runs=runs, out=out, as_json=as_json))
 
 
 @app.command(epilog="Example: lrmoe plan --model GLM-4.5-Air --gpus 64 --hardware h200")
