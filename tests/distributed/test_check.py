@@ -60,6 +60,11 @@ def test_four_ranks_one_without_tokens(pool4: Pool, selection: str) -> None:
     check(pool4, selection=selection, lean_wire="auto")
 
 
+@pytest.mark.parametrize("estimator", ["topk", "sampled"])
+def test_a_kept_set_that_forward_fixed(pool2: Pool, estimator: str) -> None:
+    check(pool2, estimator=estimator, select_in="forward", score="alpha", lean_wire="auto")
+
+
 def planned_call(config: LRMoEConfig, policy: Policy | None) -> RankRun:
     """Worker: one call under a given policy, or on shards under the configuration's."""
     case, group = mine(CASE, even(CASE, dist.get_world_size())), dist.group.WORLD

@@ -36,11 +36,13 @@ def same_but_for_the_check(one: Run, other: Run) -> None:
 
 @pytest.mark.parametrize("checkpoint", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("activations", ["stash", "recompute"])
+@pytest.mark.parametrize("select_in", ["backward", "forward"])
 @pytest.mark.parametrize("estimator", ["topk", "sampled"])
 def test_equals_the_reference_and_changes_nothing(
-    estimator: str, activations: str, checkpoint: str | None
+    estimator: str, select_in: str, activations: str, checkpoint: str | None
 ) -> None:
-    config = pruning(max_drop=0.5, estimator=estimator, activations=activations)
+    fields = {"select_in": select_in, "score": "lrm" if select_in == "backward" else "alpha_phi"}
+    config = pruning(max_drop=0.5, estimator=estimator, activations=activations, **fields)
     plain_layer, layer = build(CASE, config), build(CASE, config.replace(check_every=1))
     plain = run(CASE, config, layer=plain_layer, checkpoint=checkpoint)
     checked = run(CASE, layer.config, layer=layer, checkpoint=checkpoint)
