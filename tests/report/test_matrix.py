@@ -32,21 +32,17 @@ def row(model: str, seed: int, system: str, target: float | None, *, reached: bo
         "added_variance": 0.25,
     }
     return {
-        **{
-            "model": model,
-            "regime": "memorise",
-            "aux": 0.0,
-            "seed": seed,
-            "target": target,
-            "system": system,
-        },
+        "model": model,
+        "regime": "memorise",
+        "aux": 0.0,
+        "seed": seed,
+        "target": target,
+        "system": system,
         **(values if reached else dict.fromkeys(values)),
-        **{
-            "reached": reached,
-            "budget": None,
-            "final_loss": 0.04,
-            "cell": f"{model}-memorise-aux0-seed{seed}",
-        },
+        "reached": reached,
+        "budget": None,
+        "final_loss": 0.04,
+        "cell": f"{model}-memorise-aux0-seed{seed}",
     }
 
 
@@ -117,10 +113,10 @@ def test_few_cases_stand_beside_each_other(tmp_path: Path) -> None:
 def test_a_case_has_every_quantity_and_a_table_holds_every_seed(run: Run) -> None:
     titles = [table.title for table in matrix.tables(run)]
     assert titles[1:5] == [
-        "Qwen, memorise, aux 0, loss 0.1",
-        "Qwen, memorise, aux 0, loss 0.05",
-        "Glm, memorise, aux 0, loss 0.1",
-        "Glm, memorise, aux 0, loss 0.05",
+        "qwen, memorise, aux 0, loss 0.1",
+        "qwen, memorise, aux 0, loss 0.05",
+        "glm, memorise, aux 0, loss 0.1",
+        "glm, memorise, aux 0, loss 0.05",
     ]
     first = matrix.tables(run)[1]
     assert first.columns[:4] == ["", "arrived", "time, critical path", "/ symi's"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
-from lrmoe.report.data import Run
+from lrmoe.report.data import Run, SystemRun
 from lrmoe.report.matrix_cases import (
     PARTS,
     Case,
@@ -18,7 +18,7 @@ from lrmoe.report.matrix_cases import (
     standard_error,
     words,
 )
-from lrmoe.report.tables import Table, number, percent, plain, seconds, size
+from lrmoe.report.tables import Table, fairness, number, percent, plain, seconds, size
 
 
 def _fine(share: float | None) -> str:
@@ -93,7 +93,7 @@ def _case_table(run: Run, case: Case) -> Table:
     rows = [(names[system], *_case_cells(run, case, system)) for system in case.rows]
     budgets = {row["budget"] for rows_ in case.rows.values() for row in rows_}
     note = f"Budget of every system: {', '.join(plain(b) for b in budgets)}." if budgets != {None} else ""
-    return Table(title=case.title[0].upper() + case.title[1:], columns=columns, rows=rows, note=note)
+    return Table(title=case.title, columns=columns, rows=rows, note=note)
 
 
 def _case_cells(run: Run, case: Case, system: str) -> Iterator[str]:
@@ -131,24 +131,12 @@ def _fairness(run: Run) -> list[Table]:
     """What each system was given: a table per model, as slots hold experts of its size."""
     names, made = called(run), []
     for model, given in run.summary["fairness"].items():
-        keys = list({key: None for entry in given.values() for key in entry})
-        rows = [(names[s], *(_given(key, entry.get(key)) for key in keys)) for s, entry in given.items()]
-        columns = ("", *(key.replace("_", " ") for key in keys))
-        note = "Same seed, data and initial weights; steps interleaved in the same processes, each leading in turn."
-        made.append(
-            Table(
-                title=f"Fairness: what each system was given, {model}",
-                columns=columns,
-                rows=rows,
-                note=note,
-                text=True,
-            )
+        systems = tuple(
+            SystemRun(name=names[key], figures={"fairness": entry}) for key, entry in given.items()
         )
+        table = fairness(replace(run, systems=systems))
+        made.append(replace(table, title=f"{table.title}, {model}"))
     return made
-
-
-def _given(key: str, value: Any) -> str:
-    return size(value) if "bytes" in key and isinstance(value, int | float) else plain(value)
 
 
 def verdict(run: Run) -> str:
@@ -187,8 +175,9 @@ def method(run: Run) -> str:
         f"Every cell is a comparison of its own over {run.summary['world_size']} processes, {end}; its folder is shown "
         f"by lrmoe report as well. A system has reached a loss when the mean of its last {smoothed} training losses is "
         "at or below it. Critical path: per layer call and phase the largest thread CPU time of any rank, summed, plus "
-        "the bytes of the rank that sends most over a modelled link, the same for all systems of a cell. Wall: what the "
-        "clock of this machine saw. Standard errors are over seeds; ratios are taken per seed before they are averaged."
+        "the bytes of the rank that sends most over a modelled link, the same for all systems of a cell. Wall: what "
+        "the clock of this machine saw. Standard errors are over seeds; ratios are taken per seed before they are "
+        "averaged."
     )
 
 
