@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lrmoe.errors import CheckpointError, ConfigError
+from lrmoe.errors import CheckpointError, ConfigError, MissingExtraError
 from lrmoe.report.load import load_run
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.observed import observed_table
@@ -64,6 +67,45 @@ def test_evaluation_losses_are_logged_and_summed_up(tmp_path: Path, caplog: pyte
     assert said == [f"step {step}/3  eval loss {loss:.4f}" for step, loss in losses.items()]
     assert json.loads((config.folder / "summary.json").read_text()) == summary
     assert "train.run.eval_loss" in {line["name"] for line in figures(summary)}
+
+
+def test_a_run_is_shown_live_under_the_same_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logged: dict[int, dict[str, Any]] = {}
+    run_there = types.SimpleNamespace(
+        id="there", log=lambda values, step: logged.update({step: values}), finish=lambda: None
+    )
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = ModuleSpec("wandb", None)  # accelerate looks for one
+    fake.init = lambda **options: run_there  # type: ignore[attr-defined]  # a module made here
+    fake.Histogram = lambda values: tuple(values)  # type: ignore[attr-defined]  # the same
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    lrmoe = {"max_drop": 0.3, "warmup_steps": 0, "check_every": 2}
+    config = tiny_config(tmp_path, train={"steps": 4, "log_every": 2, "wandb": "proj"}, lrmoe=lrmoe)
+    run(config)
+    events = EventAccumulator(str(config.folder / "tensorboard"), {"histograms": 0, "scalars": 0}).Reload()
+    scalars, histograms = events.Tags()["scalars"], events.Tags()["histograms"]
+    assert [e.step for e in events.Histograms("lrmoe/layer1/counts_E")] == [1, 2, 4]
+    assert [e.step for e in events.Scalars("lrmoe/check_layer")] == [2, 4]
+    assert [e.value for e in events.Scalars("lrmoe/check_layer")] == [0, 1]
+    assert logged[2].keys() == {*scalars, *histograms}
+    assert sum(logged[2]["lrmoe/layer1/counts_E"]) == 2 * 16 * 2
+    assert sum(logged[2]["lrmoe/layer1/quota_E"]) == round(0.7 * 2 * 16 * 2)
+    assert logged[3].keys() == set(scalars) - {name for name in scalars if "check" in name}
+    for line in lines(config.folder):
+        numbers = {name for name, value in line.items() if isinstance(value, int | float) and name != "step"}
+        assert numbers == {name for name in logged[line["step"]] if name in scalars}
+        assert [load["layer"] for load in line["loads"]] == [0, 1]
+
+
+def test_without_wandb_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = tiny_config(tmp_path, train={"wandb": "proj"})
+    with pytest.raises(MissingExtraError, match=r"\[wandb\]"):
+        run(config)
+    assert not config.folder.exists()
 
 
 def saved(tmp_path: Path) -> TrainConfig:
