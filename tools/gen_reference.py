@@ -20,7 +20,6 @@ import typer
 
 from lrmoe import config as config_module
 from lrmoe.config import LRMoEConfig
-from lrmoe.errors import ConfigError
 from lrmoe.experiments.config import CompareConfig
 from lrmoe.planning.policies import INFO, get_policy
 from lrmoe.training import config as training_config
@@ -80,26 +79,14 @@ def _literal(value: object) -> str:
 
 
 def _valid(name: str) -> str:
-    """What a field accepts; values that are known but refused by this version are named apart."""
+    """What a field accepts."""
     choices = config_module._CHOICES.get(name)
     if choices is None:
         return RANGES[name]
-    refused = [choice for choice in choices if _is_refused(name, choice)]
-    text = ", ".join(f"`{_literal(choice)}`" for choice in choices if choice not in refused)
+    text = ", ".join(f"`{_literal(choice)}`" for choice in choices)
     if name == "policy":
         text += ", or [`my_file.py:MyPolicy`](policies.md#your-own)"
-    if refused:
-        text += "; not in this version: " + ", ".join(f"`{_literal(choice)}`" for choice in refused)
     return text
-
-
-def _is_refused(name: str, value: object) -> bool:
-    try:
-        # max_drop=0 is legal with every policy, so that only the value itself can be at fault.
-        LRMoEConfig.from_dict({"max_drop": 0.0, "score": "alpha", name: value})
-    except ConfigError as error:
-        return "not available in this version" in str(error)
-    return False
 
 
 RUN_HEAD = """# Run file

@@ -41,11 +41,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "activations": ("auto", "stash", "recompute"),
     "lean_wire": ("auto", True, False),
 }
-# Accepted names whose execution is not part of this version: refused by name, never silently ignored.
-_NOT_AVAILABLE: dict[str, tuple[Any, ...]] = {
-    "drop": ("auto",),
-}
-_UNSET_ONLY = ("max_added_variance",)
 _INTEGERS = {
     "replica_slots": 0,
     "min_keep": 0,
@@ -67,8 +62,7 @@ class LRMoEConfig:
     Every field has the meaning fixed in the configuration reference. `max_drop=0` is exact.
 
     Raises:
-        ConfigError: a field is out of range, of the wrong type, contradicts another, or names something that this
-            version does not execute.
+        ConfigError: a field is out of range, of the wrong type, or contradicts another.
     """
 
     policy: str = field(default="lrmoe", metadata=_doc("Which system plans the layer call."))
@@ -92,7 +86,8 @@ class LRMoEConfig:
         default="always",
         metadata=_doc(
             "`always`: leave out floor(max_drop * pairs), first where it lowers the most loaded rank. `overload`: the "
-            "fewest that bring the most loaded rank to `peak_target`; on one rank none."
+            "fewest that bring the most loaded rank to `peak_target`; on one rank none. `auto` (sampled only): as many "
+            "as minimise the estimated time to loss, at most `max_drop`."
         ),
     )
     estimator: str = field(
@@ -119,8 +114,8 @@ class LRMoEConfig:
     select_in: str = field(
         default="backward",
         metadata=_doc(
-            "Where the kept set is fixed. `forward` only with `alpha`, `alpha_phi` and `random`, which need no gradient: "
-            "left-out pairs keep no activations, and backward exchanges no scores."
+            "Where the kept set is fixed. `forward` only with `alpha`, `alpha_phi` and `random`, which need no "
+            "gradient: left-out pairs keep no activations, and backward exchanges no scores."
         ),
     )
     router_grad: str = field(
@@ -132,7 +127,10 @@ class LRMoEConfig:
     )
     max_added_variance: float | None = field(
         default=None,
-        metadata=_doc("Limit on added gradient variance over the gradient's own (sampled only)."),
+        metadata=_doc(
+            "Limit on the gradient variance that sampling adds, over the gradient's own (sampled only): kept to by the "
+            "mean over 50 calls. The tighter of it and `max_drop` binds, so `always` becomes up to."
+        ),
     )
     memory_budget: str | int | None = field(
         default=None,
@@ -202,7 +200,6 @@ class LRMoEConfig:
         self._check_types()
         self._check_ranges()
         self._check_combinations()
-        self._check_available()
 
     @property
     def full_router_grad(self) -> bool:
@@ -275,6 +272,12 @@ class LRMoEConfig:
             object.__setattr__(self, name, float(value))  # 0 and 0.0 are one configuration on every rank
         if not 0 <= self.max_drop < 1:
             raise ConfigError(f"max_drop={self.max_drop!r}: must lie in [0, 1): the share of pairs left out")
+        if (limit := self.max_added_variance) is not None:
+            if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
+                raise ConfigError(
+                    f"max_added_variance={limit!r}: must be a positive, finite number, or None for no limit"
+                )
+            object.__setattr__(self, "max_added_variance", float(limit))
         if self.peak_target <= 0:
             raise ConfigError(f"peak_target={self.peak_target!r}: must be positive (1.0 is the mean load)")
 
@@ -286,6 +289,11 @@ class LRMoEConfig:
         if self.max_added_variance is not None and self.estimator == "topk":
             raise ConfigError(
                 "max_added_variance: only with estimator='sampled' (topk is biased); valid: None"
+            )
+        if self.drop == "auto" and self.estimator == "topk":
+            raise ConfigError(
+                "drop='auto': only with estimator='sampled' (what topk's bias costs is not estimated); valid: "
+                "'always', 'overload'"
             )
         if self.select_in == "forward" and self.score not in FORWARD_SCORES:
             raise ConfigError(
@@ -323,20 +331,6 @@ class LRMoEConfig:
             raise ConfigError(
                 f"cooldown_steps={self.cooldown_steps}: must be at most total_steps={self.total_steps}"
             )
-
-    def _check_available(self) -> None:
-        for name, values in _NOT_AVAILABLE.items():
-            value = getattr(self, name)
-            if any(value is item or (isinstance(value, str) and value == item) for item in values):
-                valid = [choice for choice in _CHOICES[name] if choice not in values]
-                raise ConfigError(
-                    f"{name}={value!r}: not available in this version; valid: {', '.join(map(repr, valid))}"
-                )
-        for name in _UNSET_ONLY:
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: not available in this version; valid: None"
-                )
 
 
 def _check_integer(name: str, value: Any, least: int) -> None:

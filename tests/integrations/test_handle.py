@@ -438,7 +438,7 @@ def open_call(step: int) -> OpenCall:
     return OpenCall(record=record, clock=PhaseClock(torch.device("cpu")))
 
 
-@pytest.mark.parametrize("change", [{"score_mean": [1.0]}, "missing"])
+@pytest.mark.parametrize("change", [{"score_sums": [[1.0]]}, "missing"])
 def test_a_state_that_does_not_fit_changes_nothing(change: object):
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(warmup_steps=0))

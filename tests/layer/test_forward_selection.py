@@ -230,7 +230,7 @@ def test_evaluation_and_no_grad_choose_nothing() -> None:
         for training in (True, False):
             forward(layer, CASE, leaves(CASE, GRADS), training=training)
     fresh = build(CASE, early("alpha")).state_dict()
-    assert layer.state_dict()["score_mean"] == fresh["score_mean"]
+    assert layer.state_dict()["score_sums"] == fresh["score_sums"]
 
 
 @pytest.mark.parametrize("score", [s for s in SCORES if s not in FORWARD_SCORES])

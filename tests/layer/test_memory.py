@@ -42,13 +42,17 @@ def reachable_tensors(root: object) -> list[Tensor]:
 def row_tensors(layer: MoELayer) -> list[tuple[int, ...]]:
     """Shapes of floating tensors the layer still holds (routing ids and plans are integers)."""
     gc.collect()
-    return [tuple(t.shape) for t in reachable_tensors(layer) if t.is_floating_point() and t.numel() > 8]
+    history = layer.controller.learned.sums_XF
+    held = [t for t in reachable_tensors(layer) if t is not history]
+    return [tuple(t.shape) for t in held if t.is_floating_point() and t.numel() > 8]
 
 
 def kept_numbers(layer: MoELayer) -> int:
-    """Entries of the tensors the layer holds beyond those of its controller (one score per expert)."""
+    """Entries of the tensors the layer holds beyond those of its controller (sums per expert)."""
     gc.collect()
-    return sum(t.numel() for t in reachable_tensors(layer)) - layer.controller.score_mean_L.numel()
+    learned = layer.controller.learned
+    own = learned.sums_XF.numel() + learned.booked_2.numel()
+    return sum(t.numel() for t in reachable_tensors(layer)) - own
 
 
 def live_growth(call: Callable[[], object]) -> int:

@@ -119,11 +119,11 @@ def test_a_second_backward_through_a_retained_graph_is_not_recorded() -> None:
     layer, leaf = build(CASE, pruning(max_drop=0.5)), leaves(CASE, GRADS)
     out = forward(layer, CASE, leaf)
     out.backward(CASE.grad_out, retain_graph=True)
-    once, history = layer.last_record, layer.state_dict()["score_mean"]
+    once, history = layer.last_record, layer.state_dict()["score_sums"]
     assert once is not None
     memory = dict(once.mem)
     out.backward(CASE.grad_out)
     assert len(layer.telemetry.records) == 1
     assert layer.last_record is not None
     assert layer.last_record.mem == memory
-    assert layer.state_dict()["score_mean"] == history
+    assert layer.state_dict()["score_sums"] == history

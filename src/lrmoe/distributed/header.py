@@ -80,10 +80,10 @@ class HeaderTable:
             values = self._columns[name]
             if (values != values[0]).any():
                 seen = ", ".join(f"rank {r}: {int(v)}" for r, v in enumerate(values))
-                raise RankError(f"MoE layer {layer}: {_MEANING[name]} differs between ranks ({seen})")
+                raise RankError(f"MoE layer {layer}: {MEANING[name]} differs between ranks ({seen})")
 
 
-_MEANING = {
+MEANING = {
     "config": "the configuration (hash; seed and all limits must be the same on every rank)",
     "step": "the optimizer step (did every rank step its clock?)",
     "micro_batch": "the number of calls in this step (did every rank call the layer equally often?)",

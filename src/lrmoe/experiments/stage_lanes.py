@@ -133,7 +133,7 @@ class Actor:
     def _every_step(self, policy: Policy | None, counts_SRE: IntArray) -> EveryStep | None:
         if policy is None or self.system.info.inputs not in ("history", "both"):
             return None
-        ask = partial(make_problem, self.config, topology=self._topology, max_drop=0.0, score_mean_E=None)
+        ask = partial(make_problem, self.config, topology=self._topology, max_drop=0.0, scores=None)
         return EveryStep(policy, self.config.policy, counts_SRE, lambda counts_RE: ask(counts_RE))
 
     def _layer(self, number: int, policy: Policy | None) -> MoELayer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -16,20 +16,23 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm, Header, HeaderTable
-from lrmoe.distributed.header import Fault
+from lrmoe.distributed.header import MEANING, Fault
 from lrmoe.errors import ConfigError, InputError, PlanError, RankError
 from lrmoe.layer.agree import agreed_plan
 from lrmoe.layer.budget import CallBudget, budget_limits, device_bytes
 from lrmoe.layer.controller import Controller, Moment
+from lrmoe.layer.drops import Chosen
 from lrmoe.layer.experts import BLOCK_ROWS
 from lrmoe.layer.inputs import Inputs
 from lrmoe.layer.past import PastCalls
 from lrmoe.layer.routing import sort_pairs
+from lrmoe.layer.timing import Timing
 from lrmoe.planning import ExpertShape, LayerPlan, Problem, Topology, get_policy, policy_info
 from lrmoe.planning.call_memory import CallSizes
 from lrmoe.planning.policies import Policy, UserPolicy
-from lrmoe.planning.problem import FloatArray, History, IntArray
+from lrmoe.planning.problem import History, IntArray
 from lrmoe.planning.rates import Sizes, agreed, copy_price, device_code
+from lrmoe.planning.score_bins import ScoreHistory
 from lrmoe.planning.seats import Seats, seats_of
 from lrmoe.telemetry import CallRecord, PhaseClock
 from lrmoe.telemetry.record import OpenCall
@@ -81,6 +84,7 @@ class Announcer:
                 "in the INFO of a policy that leaves pairs out"
             )
         self._past = PastCalls(config.policy)
+        self._timing = Timing(controller.drops)
         self._homes = homes
         self._met = False
         self._device, self._hosts = 0, 1  # of all ranks, from the first call on
@@ -91,6 +95,7 @@ class Announcer:
             "the expert width": width,
             "the layer's index": controller.layer,
             "the activation (hash)": zlib.crc32(activation.encode()),
+            MEANING["config"]: self._config_hash,  # what ranks tell each other in a call depends on it
         }
 
     def plan(
@@ -125,55 +130,80 @@ class Announcer:
             if checkpointed and self._config.memory_budget is not None:
                 told |= _CHECKPOINTED
             header = self._header(inputs, moment, told, compute_dtype)
-            counts_RE, score_mean_E, tokens_R = self._gather(header, counts_E)
+            message = self._message(header, counts_E)
+            counts_RE, scores, tokens_R = self._gather(message, training=moment is not None)
             prune = moment is not None and moment.prune and gradients > 0
             drop = self._config.max_drop if prune else 0.0
             self._controller.prices = self._prices(moment, gradients, compute_dtype, drop)
             budget = self._budget(inputs, moment, gradients, compute_dtype, weight_bytes, tokens_R)
             budget.checkpointed |= checkpointed
-            plan = self._make_plan(counts_RE, drop, score_mean_E, budget, inputs.x_TH.device)
+            chosen = self._choose(counts_RE, drop, scores, budget, inputs.x_TH.device)
+            plan = chosen.plan
             if moment is not None:
                 self._past.add(plan)
-        open_call = OpenCall(record=self._record(plan, moment, inputs), clock=clock)
-        ints = met + Header.WIDTH + self._topology.experts + self._topology.experts_per_rank
+        record = self._record(plan, moment, inputs)
+        record.variance_known, record.control = chosen.predicted, chosen.told
+        open_call = OpenCall(record=record, clock=clock)
+        self._timing.watch(open_call)
+        ints = met + message.shape[0]
         ints += isinstance(self._policy, UserPolicy)  # its plan's digest
         open_call.sent("plan", (self._comm.size - 1) * ints * 8)
         seats = seats_of(plan, homes=self._homes)
         planned = Planned(plan=plan, seats=seats, budget=budget, moment=moment, open_call=open_call)
         return planned, order
 
-    def _make_plan(
+    def _choose(
         self,
         counts_RE: IntArray,
         max_drop: float,
-        score_mean_E: FloatArray | None,
+        scores: ScoreHistory | None,
         budget: CallBudget,
         device: torch.device,
-    ) -> LayerPlan:
-        history = self._past.history()
+    ) -> Chosen:
+        """The call's plan, within the drop limits where they are in force."""
         problem = make_problem(
             self._config,
             counts_RE,
             self._topology,
             max_drop,
-            score_mean_E,
+            scores,
             prices=self._controller.prices,
-            history=history,
+            history=self._past.history(),
         )
         adapts = self._policy is get_policy("lrmoe")
-        if isinstance(self._policy, UserPolicy):
-            who = f"policy={self._policy.name!r}, layer {self._controller.layer}"
-            plan = agreed_plan(
-                self._comm, device, who, lambda: budget.plan(problem, self._policy, adapts=adapts)
+        drops = self._controller.drops
+
+        def plan_at(drop: float) -> LayerPlan:
+            same = drop == problem.max_drop
+            return budget.plan(
+                problem if same else replace(problem, max_drop=drop), self._policy, adapts=adapts
             )
-        else:
-            plan = budget.plan(problem, self._policy, adapts=adapts)
-        if plan.overflow_RE is not None and plan.overflow_RE.any():
+
+        def choose() -> Chosen:
+            if max_drop > 0 and drops.active:
+                return drops.choose(plan_at, scores)
+            return Chosen(plan=plan_at(max_drop), predicted=None, told={})
+
+        if not isinstance(self._policy, UserPolicy):
+            return self._checked(choose())
+        found: list[Chosen] = []
+
+        def make() -> LayerPlan:
+            found.append(choose())
+            return found[-1].plan
+
+        who = f"policy={self._policy.name!r}, layer {self._controller.layer}"
+        plan = agreed_plan(self._comm, device, who, make)
+        return self._checked(replace(found[-1], plan=plan))
+
+    def _checked(self, chosen: Chosen) -> Chosen:
+        overflow_RE = chosen.plan.overflow_RE
+        if overflow_RE is not None and overflow_RE.any():
             raise PlanError(
-                f"policy={self._config.policy!r} leaves {int(plan.overflow_RE.sum())} pairs out of the forward "
+                f"policy={self._config.policy!r} leaves {int(overflow_RE.sum())} pairs out of the forward "
                 "(capacity drop): the runtime computes every pair; valid: a policy without a capacity factor"
             )
-        return plan
+        return chosen
 
     def _budget(
         self,
@@ -287,19 +317,23 @@ class Announcer:
         )
 
     def _message(self, header: Header, counts_E: Tensor) -> Tensor:
-        """int64 (WIDTH + E + L,): header, counts, and this rank's score means as fp64 bits."""
-        head = torch.from_numpy(header.to_ints()).to(counts_E.device, non_blocking=True)
-        means = self._controller.score_mean_L.to(counts_E.device).view(torch.int64)
-        return torch.cat([head, counts_E, means])
+        """int64: header, counts (E), what calls taught this rank and how long one took, as fp64 bits."""
+        device = counts_E.device
+        head = torch.from_numpy(header.to_ints()).to(device, non_blocking=True)
+        timing = torch.from_numpy(self._timing.take(training=header.training > 0).view(np.int64)).to(
+            device, non_blocking=True
+        )
+        return torch.cat([head, counts_E, self._controller.learned.message(device), timing])
 
-    def _gather(self, header: Header, counts_E: Tensor) -> tuple[IntArray, FloatArray, IntArray]:
-        """All ranks' counts (R, E), score means (E,), ranks' tokens (R,): the forward's one host read."""
-        table = self._comm.all_gather_ints(self._message(header, counts_E)).cpu().numpy()
+    def _gather(self, message: Tensor, *, training: bool) -> tuple[IntArray, ScoreHistory | None, IntArray]:
+        """All ranks' counts (R, E), past scores, ranks' tokens (R,): the forward's one host read."""
+        table = self._comm.all_gather_ints(message).cpu().numpy()
         headers = HeaderTable(table[:, : Header.WIDTH])
         headers.raise_on_trouble(self._comm.rank, self._controller.layer)
         split = Header.WIDTH + self._topology.experts
-        means = np.ascontiguousarray(table[:, split:]).view(np.float64).reshape(-1)
-        return np.ascontiguousarray(table[:, Header.WIDTH : split]), means, headers.tokens_R
+        told = np.ascontiguousarray(table[:, split:]).view(np.float64)
+        scores = self._controller.hear(told, self._topology, training=training)
+        return np.ascontiguousarray(table[:, Header.WIDTH : split]), scores, headers.tokens_R
 
     def _record(self, plan: LayerPlan, moment: Moment | None, inputs: Inputs) -> CallRecord:
         reason = plan.reason if moment is None or moment.prune else moment.reason
@@ -329,7 +363,7 @@ def make_problem(
     counts_RE: IntArray,
     topology: Topology,
     max_drop: float,
-    score_mean_E: FloatArray | None,
+    scores: ScoreHistory | None,
     *,
     prices: tuple[float, float] = (0.0, 0.0),
     history: History | None = None,
@@ -337,8 +371,9 @@ def make_problem(
     """The planning problem of a call. Score history serves `sampled` only: its optimum is one sampling constant.
 
     Args:
-        prices: of a copy and of a crossing row, in rows of compute.
+        scores: of past calls. prices: of a copy and of a crossing row, in rows of compute.
     """
+    known = scores if config.estimator == "sampled" else None
     return Problem(
         counts_RE=counts_RE,
         topology=topology,
@@ -348,10 +383,11 @@ def make_problem(
         move_rows=0.0 if config.recompute else _MOVE_ROWS,
         history=history,
         max_drop=max_drop,
-        drop=config.drop,
+        drop="always" if config.drop == "auto" else config.drop,
         min_keep=config.min_keep,
         peak_target=config.peak_target,
-        score_mean_E=score_mean_E if config.estimator == "sampled" else None,
+        score_mean_E=None if known is None else known.mean_E,
+        score_bins=None if known is None else known.bins_EB2,
     )
 
 

@@ -6,16 +6,20 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError
 from lrmoe.layer.budget import Waiting
+from lrmoe.layer.drops import DropControl
+from lrmoe.layer.learned import Learned
 from lrmoe.layer.randomness import Key
+from lrmoe.planning import Topology
+from lrmoe.planning.problem import FloatArray
+from lrmoe.planning.score_bins import COLUMNS, ScoreHistory
 
 _PATIENCE = 64  # training calls of one layer in what should be one optimizer step
-_DECAY = 0.9  # of the running mean of scores
 
 
 class StepClock:
@@ -75,20 +79,29 @@ class Moment:
 
 
 class Controller:
-    """Schedule, call counter and score history of one layer.
+    """Schedule, call counter, score history and drop limits of one layer.
 
     Args:
         config: the configuration.
         clock: the optimizer-step clock.
         layer: index of the layer, part of its random key.
-        experts: experts homed on this rank, whose score history this rank keeps.
+        experts: experts homed on this rank. ranks: of the group.
+
+    Attributes:
+        learned: scores of past calls as this rank saw them. drops: what of `max_drop` a call may use.
+        by_source: whether this rank sees scores of its own pairs only (`selection="local"`), of all experts.
     """
 
-    def __init__(self, *, config: LRMoEConfig, clock: StepClock, layer: int, experts: int) -> None:
+    def __init__(
+        self, *, config: LRMoEConfig, clock: StepClock, layer: int, experts: int, ranks: int = 1
+    ) -> None:
         self.config = config
         self.clock = clock
         self.layer = layer
-        self.score_mean_L = torch.zeros(experts, dtype=torch.float64, device="cpu")
+        self.by_source = config.selection == "local" and ranks > 1 and not config.observe
+        seen = experts * ranks if self.by_source else experts
+        self.learned = Learned(seen if config.estimator == "sampled" else 0, ranks, own=self.by_source)
+        self.drops = DropControl(config)
         self._step = 0
         self._calls_in_step = 0
         self._calls = 0
@@ -125,16 +138,33 @@ class Controller:
         """The random key of a call."""
         return Key(seed=self.config.seed, layer=self.layer, step=moment.step, micro_batch=moment.micro_batch)
 
-    def learn(self, score_sum_L: Tensor, count_L: Tensor) -> None:
-        """Update the running mean score of the experts homed here.
+    def learn(self, score_M: Tensor, counts_X: Tensor) -> None:
+        """Add a call's scores to the history; see `Learned.learn`."""
+        self.learned.learn(score_M, counts_X)
 
-        Args:
-            score_sum_L: fp64 (L,), sum of finite scores; count_L: int64 (L,), pairs scored.
+    def book(self, variance: Tensor, energy: Tensor, predicted: float | None) -> None:
+        """Add what a call measured, where a limit asks for it; see `Learned.book`."""
+        if self.drops.variance is not None:
+            self.learned.book(variance, energy, predicted)
+
+    def hear(self, told_RW: FloatArray, topology: Topology, *, training: bool) -> ScoreHistory | None:
+        """Take in what all ranks told, their fp64 tail of a call's message; returns what is known of past scores.
+
+        Evaluation reads and changes nothing.
         """
-        mean = score_sum_L / count_L.clamp(min=1)
-        old = self.score_mean_L.to(mean.device)
-        fresh = torch.where(old > 0, _DECAY * old + (1 - _DECAY) * mean, mean)
-        self.score_mean_L = torch.where((count_L > 0) & (mean > 0), fresh, old)
+        size = self.learned.sums_XF.numel()
+        if training:
+            self.drops.book(told_RW[:, size : size + 3], self.learned.predicted)
+            self.drops.measure(told_RW[:, size + 3 :])
+            self.learned.sent()
+        if not size:
+            return None
+        if not self.by_source:
+            return ScoreHistory.from_sums(told_RW[:, :size].reshape(topology.experts, COLUMNS))
+        total = np.zeros((topology.experts, COLUMNS))
+        for one in told_RW[:, :size]:  # in rank order: the same bits on every rank
+            total += one.reshape(total.shape)
+        return ScoreHistory.from_sums(total)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state of this rank."""
@@ -142,25 +172,32 @@ class Controller:
             "step": self._step,
             "calls_in_step": self._calls_in_step,
             "calls": self._calls,
-            "score_mean": self.score_mean_L.tolist(),
+            **self.learned.state(),
+            "drops": self.drops.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave.
 
+        A state of an earlier version has mean scores only (`score_mean`); what it lacks begins anew.
+
         Raises:
             ConfigError: a field is missing, or the state belongs to a layer with another number of local experts;
                 nothing is changed then.
         """
-        missing = [name for name in self.state_dict() if name not in state]
+        known = (
+            "step",
+            "calls_in_step",
+            "calls",
+            *(() if "score_mean" in state else ("score_sums", "drops")),
+        )
+        missing = [name for name in known if name not in state]
         if missing:
             raise ConfigError(f"state of layer {self.layer} lacks {', '.join(missing)}")
-        mean = torch.tensor(state["score_mean"], dtype=torch.float64, device="cpu")
-        if mean.shape != self.score_mean_L.shape:
-            raise ConfigError(
-                f"score_mean holds {mean.numel()} experts: layer {self.layer} has "
-                f"{self.score_mean_L.numel()} on this rank"
-            )
-        self.score_mean_L = mean
+        try:
+            self.learned.load(state)
+        except ConfigError as error:
+            raise ConfigError(f"layer {self.layer}: {error}") from error
+        self.drops.load(state.get("drops", {}))
         self._step, self._calls_in_step = int(state["step"]), int(state["calls_in_step"])
         self._calls = int(state["calls"])

@@ -95,7 +95,9 @@ class MoELayer:
         self.telemetry = Telemetry() if telemetry is None else telemetry
         if config.estimator == "topk" and config.max_drop > 0 and self.telemetry.watch is None:
             self.telemetry.watch = EnergyWatch()
-        self.controller = Controller(config=config, clock=self.clock, layer=layer, experts=local)
+        self.controller = Controller(
+            config=config, clock=self.clock, layer=layer, experts=local, ranks=self.comm.size
+        )
         self._replay = ReplayStore()
         self._announcer = Announcer(
             config=config,

@@ -78,6 +78,7 @@ def _select_local(call: Call, score_N: Tensor) -> Tensor:
     share_RE = split_quota(call.plan.quota_E, counts_RE, _share_offsets(call))
     experts = np.arange(counts_RE.shape[1])
     rows = _candidates(call, score_N, counts_RE[rank], share_RE[rank], experts, salt=rank + 1)
+    _learn(call, rows)
     up_E, chance_E = _rounding(call, rank)
     choice = choose_within_share(
         call.config.estimator, call.config.score, rows, _tensor(chance_E, score_N), _tensor(up_E, score_N)
@@ -123,14 +124,11 @@ def _tensor(array: NDArray[np.generic], like: Tensor) -> Tensor:
 
 
 def _learn(call: Call, rows: Candidates) -> None:
-    """Teach the planner the mean score of each expert (`selection="global"`: the home sees all of its scores)."""
+    """Teach the planner how scores are spread: at the home of each expert, or where pairs are chosen locally."""
     if call.open_call.repeated or call.memo.learned:
         return
     call.memo.learned = True
-    finite = torch.where(rows.score_M.isfinite(), rows.score_M, 0.0).double()
-    total = torch.nn.functional.pad(finite.cumsum(0), (1, 0))
-    end = rows.counts_L.cumsum(0)
-    call.controller.learn(total[end] - total[end - rows.counts_L], rows.counts_L)
+    call.controller.learn(rows.score_M, rows.counts_L)
 
 
 def _book(call: Call, rows: Candidates, choice: Choice) -> None:
@@ -141,6 +139,8 @@ def _book(call: Call, rows: Candidates, choice: Choice) -> None:
         variance_added=loss.variance,
         nonfinite_scores=loss.nonfinite,
     )
+    if not call.open_call.repeated:
+        call.controller.book(loss.variance, loss.energy, call.open_call.record.variance_known)
 
 
 def _observe(call: Call, rows: Candidates, experts: NDArray[np.int64]) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lrmoe.errors import PlanError
 from lrmoe.planning.problem import IntArray, Problem, Topology
 
-REASONS = ("off", "always", "overload", "budget")  # why pairs are left out
+REASONS = ("off", "always", "overload", "budget", "variance", "auto")  # why pairs are left out
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +47,8 @@ class LayerPlan:
         instance_rank_J: int64 (J,), rank of each instance.
         assign_RJ: int64 (R, J), pairs that source rank r sends to instance j.
         quota_E: int64 (E,), pairs of each expert that backward keeps.
-        reason: why pairs are left out: "off", "always", "overload" or "budget".
+        reason: why pairs are left out: "off", "always", "overload" or "budget"; "variance" where a limit on added
+            variance asked for less, "auto" where the drop was weighed against steps.
         backward_J: int64 (J,), kept pairs that each instance runs in backward; None: every kept pair at home.
         overflow_RE: int64 (R, E), pairs that not even forward computes (capacity drop), or None.
         copies_J: int64 (J,), weight slots that each instance stands for (a system may copy one expert twice to one

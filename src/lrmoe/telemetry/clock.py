@@ -45,6 +45,10 @@ class PhaseClock:
         self._busy[name] = self._busy.get(name, 0.0) + (time.thread_time() - busy) * 1e3
         self._wall[name] = self._wall.get(name, 0.0) + (time.perf_counter() - wall) * 1e3
 
+    def ready(self) -> bool:
+        """Whether `read` would not wait."""
+        return all(end.query() for _, _, end in self._events)
+
     def read(self) -> tuple[dict[str, float], dict[str, float]]:
         """(thread or event milliseconds, wall milliseconds) per phase. On CUDA this waits for the events."""
         for name, begin, end in self._events:

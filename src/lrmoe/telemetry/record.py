@@ -34,6 +34,8 @@ class CallRecord:
     `check_cosine` and `check_relative_error` compare the pruned gradient of all ranks with the exact one, where
     `check_every` chose the call; else None.
     `dropped_energy_high`: with `estimator="topk"`, the layer's running share of dropped energy is above its level.
+    `control` says how much could be dropped and why (names in docs/telemetry.md), the same on all ranks;
+    `variance_known` is what past scores alone predicted of `added_variance`, None before there are any.
     `counts_RE`, int64 (R, E), pairs from each source to each expert, stays only where telemetry keeps it for a trace.
     """
 
@@ -56,6 +58,8 @@ class CallRecord:
     energy_dropped: float = 0.0
     variance_added: float = 0.0
     nonfinite_scores: int = 0
+    variance_known: float | None = None
+    control: dict[str, float] = field(default_factory=dict)
     chunks: int = 1
     bytes_saved_lean: int = 0
     ms: dict[str, float] = field(default_factory=dict)
@@ -140,6 +144,7 @@ class CallRecord:
         flat.update({f"mem_{part}_measured": size for part, size in self.mem.items()})
         flat.update({f"mem_{part}_predicted": size for part, size in self.mem_predicted.items()})
         flat["mem_peak_predicted"], flat["mem_peak_measured"] = self.peak_predicted, self.peak_measured
+        flat.update(self.control)
         flat.update({f"observed_{name}": value for name, value in self.observed.items()})
         if self.check_cosine is not None:
             flat.update(check_cosine=self.check_cosine, check_relative_error=self.check_relative_error)

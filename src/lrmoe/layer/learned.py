@@ -1,0 +1,140 @@
+"""What calls teach the planner, on the device until the next call's counts travel: nothing here waits for it.
+
+    backward of a call   adds its scores to decayed sums per expert, its energy and added variance to what is unsent
+    the next call        copies both into its message; all ranks read the same table and derive the same numbers
+
+A rank sums over the pairs whose scores it sees: those of its home experts from all ranks, or (`selection="local"`) its
+own pairs of all experts.
+
+Shape letters: X experts that this rank sums for, F columns (planning.score_bins), M scored rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lrmoe.errors import ConfigError
+from lrmoe.planning.score_bins import BINS, COLUMNS, LOWEST
+
+_DECAY = 0.9  # of the sums over past pairs, at each call that has pairs of the expert
+
+
+def score_sums(score_M: Tensor, counts_X: Tensor) -> Tensor:
+    """Sums over a call's finite scores, fp64 (X, COLUMNS).
+
+    Args:
+        score_M: fp32 (M,), expert after expert. counts_X: int64 (X,), rows of each.
+    """
+    experts = counts_X.shape[0]
+    index_X = torch.arange(experts, device=score_M.device)
+    expert_M = index_X.repeat_interleave(counts_X, output_size=score_M.shape[0])
+    finite_M = score_M.isfinite()
+    score = score_M.nan_to_num(0.0, 0.0, 0.0).double()
+    sums = score.new_zeros((3, experts))
+    sums[0].index_add_(0, expert_M, finite_M.double())
+    sums[1].index_add_(0, expert_M, score)
+    sums[2].index_add_(0, expert_M, score.square())
+    mean_X = sums[1] / sums[0].clamp(min=1)
+    relative = score.div_(torch.where(mean_X > 0, mean_X, 1.0)[expert_M])
+    octave = relative.frexp().exponent - (1 + LOWEST)
+    place = octave.clamp_(0, BINS - 1).mul_(relative > 0) + expert_M * BINS
+    by_bin = score.new_zeros((2, experts * BINS))
+    by_bin[0].index_add_(0, place, finite_M.double())
+    by_bin[1].index_add_(0, place, relative)
+    return torch.cat([sums.T, by_bin[0].view(experts, BINS), by_bin[1].view(experts, BINS)], dim=1)
+
+
+class Learned:
+    """Decayed sums of scores, and what calls measured since the last message.
+
+    Args:
+        experts: X, 0 where nothing is learned (`topk` plans without scores).
+        ranks: of the group, kept in the state: what a rank has not sent yet means nothing to another number of them.
+        own: whether the sums are this rank's own part of every expert (`selection="local"`).
+
+    Attributes:
+        sums_XF: fp64 (X, COLUMNS), decayed sums. booked_2: fp64 (2,), added variance and energy not sent yet.
+        calls, predicted: of the same calls, how many and the sum of their predictions (None: one had no history).
+    """
+
+    def __init__(self, experts: int, ranks: int, *, own: bool) -> None:
+        self.ranks, self._own = ranks, own
+        self.sums_XF = torch.zeros((experts, COLUMNS), dtype=torch.float64, device="cpu")
+        self.calls = 0
+        self.predicted: float | None = 0.0
+        self.booked_2 = torch.zeros(2, dtype=torch.float64, device="cpu")
+
+    @property
+    def width(self) -> int:
+        """Numbers in a message: the sums, booked calls, added variance, energy."""
+        return self.sums_XF.numel() + 3
+
+    def learn(self, score_M: Tensor, counts_X: Tensor) -> None:
+        """Add a call's scores; see `score_sums`."""
+        if not self.sums_XF.numel():
+            return
+        fresh = score_sums(score_M, counts_X)
+        old = self.sums_XF.to(fresh.device)
+        seen = (fresh[:, :1] > 0) & (fresh[:, 1:2] > 0)
+        self.sums_XF = torch.where(seen, _DECAY * old + fresh, old)
+
+    def book(self, variance: Tensor, energy: Tensor, predicted: float | None) -> None:
+        """Add a call's measured added variance and energy of this rank, and what was predicted of their ratio."""
+        self.booked_2 = self.booked_2.to(energy.device) + torch.stack([variance, energy])
+        self.calls += 1
+        known = predicted is not None and self.predicted is not None
+        self.predicted = (self.predicted or 0.0) + (predicted or 0.0) if known else None
+
+    def message(self, device: torch.device) -> Tensor:
+        """int64 (width,), bits of fp64 numbers."""
+        calls = torch.full((1,), float(self.calls), dtype=torch.float64, device=device)
+        parts = [self.sums_XF.to(device).reshape(-1), calls, self.booked_2.to(device)]
+        return torch.cat(parts).view(torch.int64)
+
+    def sent(self) -> None:
+        """The message is out: a new count begins."""
+        self.calls, self.predicted = 0, 0.0
+        self.booked_2 = torch.zeros_like(self.booked_2)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: `score_sums` by home expert, and under `own` what only this rank and these ranks can use."""
+        own: dict[str, Any] = {
+            "ranks": self.ranks,
+            "calls": self.calls,
+            "predicted": self.predicted,
+            "booked": self.booked_2.tolist(),
+        }
+        if self._own:
+            own["score_sums"] = self.sums_XF.tolist()
+        return {"score_sums": [] if self._own else self.sums_XF.tolist(), "own": own}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what `state` gave.
+
+        A state of before, with `score_mean` by home expert only, gives the means; spreads are unknown until the next
+        pruned call. What other ranks than these left unsent is forgotten.
+
+        Raises:
+            ConfigError: the state is of another number of experts; nothing is changed then.
+        """
+        same = state.get("own", {}).get("ranks") == self.ranks
+        rows = state["own"].get("score_sums", []) if self._own and same else state.get("score_sums", [])
+        if "score_sums" not in state and not self._own:
+            rows = [[float(m > 0), m, m * m] + [0.0] * (2 * BINS) for m in state["score_mean"]]
+        fresh = torch.zeros_like(self.sums_XF, device="cpu")
+        if rows or not self._own:
+            found = torch.tensor(rows, dtype=torch.float64, device="cpu")
+            if self.sums_XF.numel() and found.shape != fresh.shape:
+                raise ConfigError(
+                    f"score_sums is {tuple(found.shape)}: (experts, columns) on this rank are {tuple(fresh.shape)}"
+                )
+            fresh = found if self.sums_XF.numel() else fresh
+        self.sums_XF = fresh
+        self.sent()
+        if same:
+            own = state["own"]
+            self.calls, self.predicted = int(own["calls"]), own["predicted"]
+            self.booked_2 = torch.tensor(own["booked"], dtype=torch.float64, device="cpu")
