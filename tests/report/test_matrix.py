@@ -96,7 +96,7 @@ def test_ratios_are_taken_per_seed_before_they_are_averaged(run: Run) -> None:
     assert table.rows[0] == (
         "qwen, loss 0.1",
         "1.29 +- 0.042 (11 s)",
-        "8.5 s +- 0.5 s",
+        "8.5 s +- 5.9%",
         f"{mean:.3g} +- {half:.2g} (4 s)",
     )
     assert "against symi" in table.title
@@ -127,6 +127,22 @@ def test_a_case_has_every_quantity_and_a_table_holds_every_seed(run: Run) -> Non
     assert titles[-2:] == [f"Fairness: what each system was given, {model}" for model in ("qwen", "glm")]
 
 
+def test_a_terminal_has_times_and_steps_alone(run: Run) -> None:
+    brief = matrix.tables(run, brief=True)
+    assert [table.title for table in brief] == [table.title for table in matrix.tables(run)]
+    assert brief[-3].columns == (
+        "system",
+        "case",
+        "seed",
+        "arrived",
+        "time, critical path",
+        "time, wall",
+        "steps",
+    )
+    assert "wire" not in brief[1].columns
+    assert all(len(found) == len(brief[1].columns) for found in brief[1].rows)
+
+
 def test_what_did_not_arrive_is_said_everywhere(tmp_path: Path) -> None:
     rows = [
         row("qwen", seed, system, 0.1, reached=system == "symi" or (system != "megatron" and seed == 0))
@@ -147,7 +163,7 @@ def test_without_a_system_to_compare_with_and_without_a_target_times_stand_alone
     run = loaded(tmp_path, summary(rows, against=None))
     table = matrix.headline(run)
     assert table.title == "MoE-layer time on the critical path of 300 steps"
-    assert table.rows[2] == ("Mine", "4 s +- 1 s")
+    assert table.rows[2] == ("Mine", "4 s +- 25%")
     assert "Mine was fastest, 4 +- 1 s" in matrix.verdict(run)
     bars, scatter = matrix_plots.plots(run)
     assert [trace["y"] for trace in bars.traces] == [[11.0], [8.5], [4.0]]

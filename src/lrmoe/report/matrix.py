@@ -26,9 +26,10 @@ def _fine(share: float | None) -> str:
     return "-" if share is None else f"{number(100 * share)}%"
 
 
+_Shown = Sequence[tuple[str, str, Callable[[float | None], str]]]
 _TOLD = 3  # cases in one sentence
-# of a row: name, heading, how it is written; the second list also as a ratio
-_SHOWN: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
+# of a row: name, heading, how it is written; those of _RATIOS also as a ratio
+_SHOWN: _Shown = (
     ("critical_s", "time, critical path", seconds),
     ("wall_s", "time, wall", seconds),
     ("steps", "steps", number),
@@ -39,12 +40,18 @@ _SHOWN: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("added_variance", "variance added", _fine),
 )
 _RATIOS = ("critical_s", "wall_s", "steps")
+_BRIEF = 3  # of _SHOWN, where there is little room
 
 
-def tables(run: Run) -> list[Table]:
-    """The headline, then every case, every seed, and what the systems were given."""
-    found = cases(run)
-    return [headline(run), *(_case_table(run, case) for case in found), per_seed(run), *_fairness(run)]
+def tables(run: Run, *, brief: bool = False) -> list[Table]:
+    """The headline, then every case, every seed, and what the systems were given.
+
+    Args:
+        brief: times and steps only, for a terminal; the rest is on the page and in rows.csv.
+    """
+    shown = _SHOWN[:_BRIEF] if brief else _SHOWN
+    every = [_case_table(run, case, shown) for case in cases(run)]
+    return [headline(run), *every, per_seed(run, shown), *_fairness(run, brief)]
 
 
 def headline(run: Run) -> Table:
@@ -83,38 +90,38 @@ def _headline_cell(run: Run, case: Case, system: str) -> str:
     return text if len(arrived) == len(asked) else f"{text}, {len(arrived)} of {len(asked)} seeds"
 
 
-def _case_table(run: Run, case: Case) -> Table:
+def _case_table(run: Run, case: Case, shown: _Shown) -> Table:
     names, base = called(run), run.summary["against"]
     columns = ["", "arrived"]
-    for name, heading, _ in _SHOWN:
+    for name, heading, _ in shown:
         columns.append(heading)
         if base is not None and name in _RATIOS:
             columns.append(f"/ {names[base]}'s")
-    rows = [(names[system], *_case_cells(run, case, system)) for system in case.rows]
+    rows = [(names[system], *_case_cells(run, case, system, shown)) for system in case.rows]
     budgets = {row["budget"] for rows_ in case.rows.values() for row in rows_}
     note = f"Budget of every system: {', '.join(plain(b) for b in budgets)}." if budgets != {None} else ""
     return Table(title=case.title, columns=columns, rows=rows, note=note)
 
 
-def _case_cells(run: Run, case: Case, system: str) -> Iterator[str]:
+def _case_cells(run: Run, case: Case, system: str, shown: _Shown) -> Iterator[str]:
     arrived = case.arrived(system)
     yield f"{len(arrived)} of {len(case.rows[system])}"
-    for name, _, write in _SHOWN:
+    for name, _, write in shown:
         yield _spread([row[name] for row in arrived], write)
         if run.summary["against"] is not None and name in _RATIOS:
             yield _ratio(run, case, system, name) or "-"
 
 
-def per_seed(run: Run) -> Table:
-    """Every row as it is."""
+def per_seed(run: Run, shown: _Shown = _SHOWN) -> Table:
+    """Every row as it is, or some of its figures."""
     names = called(run)
     rows = [
-        (names[row["system"]], case.name, str(row["seed"]), _yes(row), *_figures(row))
+        (names[row["system"]], case.name, str(row["seed"]), _yes(row), *_figures(row, shown))
         for case in cases(run)
         for system_rows in case.rows.values()
         for row in system_rows
     ]
-    columns = ("system", "case", "seed", "arrived", *(heading for _, heading, _ in _SHOWN))
+    columns = ("system", "case", "seed", "arrived", *(heading for _, heading, _ in shown))
     return Table(title="Every seed", columns=columns, rows=rows, note="The same rows stand in rows.csv.")
 
 
@@ -122,19 +129,19 @@ def _yes(row: Row) -> str:
     return "yes" if row["reached"] else "NO"
 
 
-def _figures(row: Row) -> Iterator[str]:
-    for name, _, write in _SHOWN:
+def _figures(row: Row, shown: _Shown) -> Iterator[str]:
+    for name, _, write in shown:
         yield write(row[name])
 
 
-def _fairness(run: Run) -> list[Table]:
+def _fairness(run: Run, brief: bool) -> list[Table]:
     """What each system was given: a table per model, as slots hold experts of its size."""
     names, made = called(run), []
     for model, given in run.summary["fairness"].items():
         systems = tuple(
             SystemRun(name=names[key], figures={"fairness": entry}) for key, entry in given.items()
         )
-        table = fairness(replace(run, systems=systems))
+        table = fairness(replace(run, systems=systems), brief=brief)
         made.append(replace(table, title=f"{table.title}, {model}"))
     return made
 
@@ -190,8 +197,10 @@ def _ratio(run: Run, case: Case, system: str, quantity: str) -> str | None:
 
 
 def _spread(values: Sequence[float | None], write: Callable[[float | None], str]) -> str:
-    """Mean +- standard error; "-" where there is none."""
+    """Mean, and its standard error over it where it is a time, a number or a size; "-" where there is none."""
     known = [value for value in values if value is not None]
-    error = standard_error(known)
-    text = write(mean(known))
-    return f"{text} +- {write(error)}" if error else text
+    middle, error = mean(known), standard_error(known)
+    text = write(middle)
+    if not middle or not error or write in (percent, _fine):
+        return text
+    return f"{text} +- {number(100 * error / middle, 2)}%"
