@@ -1,0 +1,262 @@
+"""The headline: time to the same loss against every system, from nothing to figures, resumable everywhere.
+
+    start checkpoints -> trajectories (exact, and one for each pruning system) -> stage -> figures
+
+Everything lies in one folder: `trajectories/`, `stage.jsonl`, `headline.json` (rows and how they came about),
+`headline.jsonl` (figures), `rows.csv`. What is there is not made again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lrmoe.experiments import stage, stage_lines
+from lrmoe.experiments.cost import LINK_RULE
+from lrmoe.experiments.fairness import EXECUTES, TRAINS, fairness
+from lrmoe.experiments.headline_jobs import EXACT
+from lrmoe.experiments.headline_rows import PUBLISHED, Outcome, Row, figures, rows_of
+from lrmoe.experiments.regimes import START_STEPS, get_regime
+from lrmoe.experiments.stage import Block, Stage
+from lrmoe.experiments.stage_inputs import StageSize
+from lrmoe.experiments.stage_lanes import BALANCED, system_config
+from lrmoe.experiments.systems import SYSTEMS, get_system
+from lrmoe.experiments.trajectory import DONE, Trajectory
+from lrmoe.experiments.workers import Job, run_jobs
+from lrmoe.experiments.workers_display import Display
+from lrmoe.report.data import BASELINE
+from lrmoe.telemetry.figures import environment
+
+JUDGED = ("megatron", "symi", "ultraep", "lrmoe", "lrmoe-sampled50", "lrmoe-topk20")
+OTHERS = tuple(name for name in SYSTEMS if name not in JUDGED)
+_JOBS = "lrmoe.experiments.headline_jobs"
+
+Say = Callable[[str], None]
+
+
+def to_stderr(text: str) -> None:
+    """A line for people."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """What is measured.
+
+    Attributes:
+        folder: of everything it leaves. models, auxes, seeds: all combinations.
+        systems: in every combination. others: exact systems, in the first combination of each model only.
+        regime: how trajectories are trained. target_loss, steps: instead of the regime's.
+        size: of executed layers.
+        command: that makes it.
+    """
+
+    folder: Path = Path("runs") / "headline"
+    models: tuple[str, ...] = ("qwen3-moe-micro", "glm4-moe-micro")
+    auxes: tuple[float, ...] = (0.0, 0.001)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    systems: tuple[str, ...] = JUDGED
+    others: tuple[str, ...] = OTHERS
+    regime: str = "memorise"
+    target_loss: float | None = None
+    steps: int | None = None
+    size: StageSize = field(default_factory=StageSize)
+    command: str = "make headline"
+
+    @property
+    def target(self) -> float:
+        """The loss that counts.
+
+        Raises:
+            ValueError: neither it nor the regime has one.
+        """
+        target = get_regime(self.regime).target_loss if self.target_loss is None else self.target_loss
+        if target is None:
+            raise ValueError(f"target_loss: the regime {self.regime!r} has none; give one")
+        return target
+
+    def trajectory(self, model: str, aux: float, seed: int, system: str) -> Path:
+        """Folder of the trajectory that a system executes."""
+        kind = EXACT if _exact(system) else system
+        return self.folder / "trajectories" / f"{model}-aux{aux:g}-seed{seed}-{kind}"
+
+    def places(self) -> Iterator[tuple[str, float, int, tuple[str, ...]]]:
+        """Model, auxiliary loss, seed and systems of every block: what `headline-quick` needs first."""
+        for seed in self.seeds:
+            for aux in self.auxes:
+                for model in self.models:
+                    first = seed == self.seeds[0] and aux == self.auxes[0]
+                    yield model, aux, seed, (*self.systems, *(self.others if first else ()))
+
+
+FULL = Headline()
+QUICK = Headline(
+    folder=Path("runs") / "headline-quick",
+    models=FULL.models[:1],
+    auxes=(0.0,),
+    seeds=(0,),
+    systems=("megatron", "symi", "ultraep", "lrmoe-sampled50"),
+    others=(),
+    command="make headline-quick",
+)
+
+
+def run(headline: Headline, *, workers: int | None = None, say: Say = to_stderr) -> dict[str, Any]:
+    """Do what is left to do; the summary that headline.json holds.
+
+    Args:
+        workers: processes that train; None: one per core.
+
+    Raises:
+        LRMoEError: a trajectory or the stage failed; what is done stays.
+    """
+    headline.folder.mkdir(parents=True, exist_ok=True)
+    train(headline, workers=workers, say=say)
+    blocks = blocks_of(headline)
+    staged = Stage(blocks=blocks, out=headline.folder / "stage.jsonl", size=headline.size)
+    layers = len(_some(headline).layers)
+    steps = stage.run(staged, layers)
+    say(f"stage: {steps} steps executed" if steps else "stage: done before")
+    return finish(headline, staged)
+
+
+def train(headline: Headline, *, workers: int | None = None, say: Say = to_stderr) -> None:
+    """Start checkpoints, then trajectories, on worker processes of one thread each."""
+    jobs = list(_trajectories(headline))
+    missing = [job for job in jobs if not (job.args[5] / DONE).exists()]
+    if not missing:
+        say(f"trajectories: all {len(jobs)} done before")
+        return
+    starts = [
+        Job(name=f"start {m}, aux {a:g}", target=f"{_JOBS}:start", args=(m, a), steps=START_STEPS)
+        for m, a in dict.fromkeys((job.args[0], job.args[1]) for job in missing)
+    ]
+    for title, todo, whole in (
+        ("start checkpoints", starts, len(starts)),
+        ("trajectories", missing, len(jobs)),
+    ):
+        total = sum(job.steps for job in todo)
+        with Display(title, jobs=whole, steps=total, done=whole - len(todo)) as display:
+            run_jobs(todo, workers=workers, display=display)
+
+
+def _trajectories(headline: Headline) -> Iterator[Job]:
+    steps = headline.steps or int(get_regime(headline.regime).tables["train"]["steps"])
+    for model, aux, seed, systems in headline.places():
+        for kind in dict.fromkeys(EXACT if _exact(system) else system for system in systems):
+            folder = headline.trajectory(model, aux, seed, systems[0] if kind == EXACT else kind)
+            args = (model, aux, kind, seed, headline.regime, folder, headline.steps)
+            yield Job(name=folder.name, target=f"{_JOBS}:train", args=args, steps=steps)
+
+
+def _exact(system: str) -> bool:
+    return system == EXACT or system_config(get_system(system), 0).max_drop == 0
+
+
+def _some(headline: Headline) -> Trajectory:
+    model, aux, seed, systems = next(headline.places())
+    return Trajectory.load(headline.trajectory(model, aux, seed, systems[0]))
+
+
+def blocks_of(headline: Headline) -> list[Block]:
+    """What the stage executes: every system to the step at which its trajectory reached the target."""
+    blocks = []
+    for model, aux, seed, systems in headline.places():
+        folders = {name: headline.trajectory(model, aux, seed, name) for name in systems}
+        loaded = {folder: Trajectory.load(folder) for folder in dict.fromkeys(folders.values())}
+        last = {folder: _last_step(found, headline.target) for folder, found in loaded.items()}
+        blocks.append(
+            Block(
+                model=model,
+                aux=aux,
+                seed=seed,
+                folders=folders,
+                last_step={name: last[folder] for name, folder in folders.items()},
+            )
+        )
+    return blocks
+
+
+def _last_step(found: Trajectory, target: float) -> int:
+    """Steps to the target, or all; at least to the first recorded one."""
+    reached = found.steps_to(target)
+    return max(found.recorded[0], len(found.losses) if reached is None else reached)
+
+
+def finish(headline: Headline, staged: Stage) -> dict[str, Any]:
+    """Rows and figures from what lies in the folder; written there, and returned."""
+    calls = stage_lines.read(staged.out)
+    rows = rows_of(list(_outcomes(headline)), calls)
+    about = {"command": headline.command, "target_loss": headline.target, "size": asdict(headline.size)}
+    summary = {
+        "kind": "headline",
+        **about,
+        "regime": headline.regime,
+        "seeds": list(headline.seeds),
+        "every": staged.every,
+        "pairs_per_rank": calls[0].pairs // headline.size.ranks if calls else 0,
+        "published": list(PUBLISHED),
+        "link_rule": LINK_RULE,
+        "links": stage_lines.link_of(calls, f"{BALANCED}:{BASELINE}"),
+        "fairness": {name: _given(name) for name in dict.fromkeys(row.system for row in rows)},
+        "rows": [row.as_dict() for row in rows],
+        "context": environment(),
+    }
+    lines = figures(rows, headline.regime, **about)
+    _write(headline.folder / "headline.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    _write(
+        headline.folder / "headline.jsonl",
+        "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines),
+    )
+    _write_csv(headline.folder / "rows.csv", rows)
+    return {**summary, "figures": lines}
+
+
+def _outcomes(headline: Headline) -> Iterator[Outcome]:
+    for model, aux, seed, systems in headline.places():
+        exact = Trajectory.load(headline.trajectory(model, aux, seed, EXACT))
+        for system in systems:
+            found = Trajectory.load(headline.trajectory(model, aux, seed, system))
+            yield Outcome(
+                model=model,
+                aux=aux,
+                seed=seed,
+                system=system,
+                steps=found.steps_to(headline.target),
+                final_loss=found.final_loss,
+                exact_loss=exact.final_loss,
+            )
+
+
+def _given(name: str) -> dict[str, Any]:
+    """A system's column of the fairness table."""
+    system = get_system(name)
+    return fairness(system, system_config(system, 0), EXECUTES if _exact(name) else TRAINS)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(path.suffix + ".part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _write_csv(path: Path, rows: list[Row]) -> None:
+    """One line per system and seed; phases and ratios as columns of their own."""
+    flat = [
+        {
+            **{name: value for name, value in row.as_dict().items() if not isinstance(value, dict)},
+            **{f"over_{name}": value for name, value in row.over.items()},
+            **{f"ms_{name}": value for name, value in row.phases.items()},
+        }
+        for row in rows
+    ]
+    names = dict.fromkeys(name for line in flat for name in line)
+    with path.open("w", encoding="utf-8", newline="") as out:
+        table = csv.DictWriter(out, list(names))
+        table.writeheader()
+        table.writerows(flat)
