@@ -172,7 +172,8 @@ def _forward_part(
     weights = lease()
     ledger.add("weights", weights.gate_up, weights.down)
     ledger.add("replicas", weights.slot_gate_up, weights.slot_down)
-    some = None if stays is None else stays.at_seats(call, arrival.columns[0])
+    with clock.phase("select"):
+        some = None if stays is None else stays.at_seats(call, arrival.columns[0])
     with clock.phase("experts"):
         y_MH = _output_buffer(call, layout.received, x_TH)
         h_M2I, norm_M = experts_forward(
