@@ -49,6 +49,21 @@ _TINY = {
     "max_position_embeddings": 4096,
 }
 
+_GLM = {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "num_mtp_layers": 0}
+
+# For many runs of a few hundred steps: 1024 tokens a step in less than a tenth of a second, 4 experts for each of 8
+# ranks, and routing that is as uneven as without an auxiliary loss in models of any size.
+_MICRO = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 4096,
+}
+
 PRESETS: dict[str, Preset] = {
     "qwen3-moe-tiny": Preset(
         model_type="qwen3_moe",
@@ -63,11 +78,18 @@ PRESETS: dict[str, Preset] = {
             **_TINY,
             "num_hidden_layers": 4,
             "n_routed_experts": 16,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "use_qk_norm": True,
-            "num_mtp_layers": 0,
+            **_GLM,
         },
+    ),
+    "qwen3-moe-micro": Preset(
+        model_type="qwen3_moe",
+        about="Qwen3-MoE, 2 layers, 32 experts, top-4, 1.7 M parameters, byte level",
+        fields={**_BYTE_LEVEL, **_MICRO, "num_hidden_layers": 2, "num_experts": 32, "norm_topk_prob": True},
+    ),
+    "glm4-moe-micro": Preset(
+        model_type="glm4_moe",
+        about="GLM-4.5 (one dense layer, 2 MoE layers, a shared expert), 32 experts, top-4, 2 M parameters, byte level",
+        fields={**_BYTE_LEVEL, **_MICRO, "num_hidden_layers": 3, "n_routed_experts": 32, **_GLM},
     ),
 }
 DEFAULT_PRESET = "qwen3-moe-tiny"
