@@ -146,9 +146,9 @@ def largest_drop(
     """The plan of (nearly) the largest drop that adds no more than is allowed.
 
     With equal scores the added variance is the odds of dropping, d / (1 - d); with scores that differ it grows at least
-    as fast. So the chord over the odds, from a drop that is allowed to one that is not, crosses the limit at a drop that
-    is (nearly) allowed: that one is tried next. At most four plans, one where `start` is close; what is left over is
-    paid back by later calls.
+    as fast. So the chord over the odds, from a drop that is allowed to one that is not, crosses the limit at a drop
+    that is (nearly) allowed: that one is tried next. At most four plans, one where `start` is close; what is left over
+    is paid back by later calls.
 
     Args:
         plan_at: the plan under a cap on the dropped share. added: what a plan is predicted to add.
