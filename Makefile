@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
 RUN := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: venv test lint typecheck format pytest demo docs figures bench clean help
+.PHONY: venv test lint typecheck format pytest demo docs headline headline-quick figures bench clean help
 
 venv: $(STAMP)  ## create .venv with everything installed (the default)
 
@@ -52,6 +52,13 @@ demo: $(STAMP)  ## train with and without LRMoE to the same loss, on two CPU pro
 docs: $(STAMP)  ## regenerate the reference pages from the code
 	@$(BIN)/python tools/gen_reference.py
 
+headline: $(STAMP)  ## time to loss against every system, into docs/results.md; resumable, at most 90 minutes on 2 cores
+	@$(RUN) $(BIN)/python benchmarks/headline.py
+	@$(BIN)/python tools/fill_results.py runs/headline
+
+headline-quick: $(STAMP)  ## the same with one model, one seed and four systems: under 10 minutes
+	@$(RUN) $(BIN)/python benchmarks/headline.py --quick
+
 figures: demo  ## run the demo and the layer benchmark, and put their figures into the README
 	@$(BIN)/python benchmarks/layer.py --json > runs/layer.jsonl
 	@$(BIN)/python tools/fill_figures.py runs/demo/summary.json runs/layer.jsonl
@@ -67,4 +74,4 @@ clean:  ## remove .venv and caches
 	rm -rf "$(VENV)" .ruff_cache .mypy_cache .pytest_cache .hypothesis
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16

@@ -106,7 +106,9 @@ def test_a_policy_sees_every_step_and_its_plans_are_those_of_running_each(name: 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", HISTORY)
 def test_a_skipped_step_changes_neither_plans_nor_what_they_move(pool4: Pool, name: str) -> None:
-    for plans, skipped, sent, skipped_sent in pool4.run(stage_cases.as_if_every_step, name, 10, limit_s=LIMIT_S):
+    for plans, skipped, sent, skipped_sent in pool4.run(
+        stage_cases.as_if_every_step, name, 10, limit_s=LIMIT_S
+    ):
         assert skipped == plans
         assert skipped_sent == sent
         assert len(plans) == stage_cases.STEPS // 10

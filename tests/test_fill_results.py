@@ -1,0 +1,93 @@
+"""docs/results.md and its plot are made of a run's rows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import fill_results
+import results_plot
+
+
+def row(system: str, seed: int, over: float | None, aux: float = 0.0) -> dict[str, Any]:
+    """A row of headline.json."""
+    return {
+        "model": "qwen3-moe-micro", "aux": aux, "seed": seed, "system": system, "steps": None if over is None else 240,
+        "dloss": 0.001, "layer_ms": 400.0, "wall_ms": 900.0, "time_to_loss_s": None if over is None else 96.0,
+        "over": {} if over is None else {"symi": over}, "over_balanced": 1.05, "kept_share": 0.5,
+        "forward_peak": 1.01, "backward_peak": 0.5, "buffer_bytes": 1, "replicas": 6.0,
+        "phases": {"experts": 70.0, "select": 5.0},
+    }  # fmt: skip
+
+
+def run() -> dict[str, Any]:
+    """A run of two seeds, one of which did not reach the target with topk."""
+    rows = [row("symi", seed, 1.0) for seed in (0, 1)]
+    rows += [row("lrmoe-sampled50", 0, 0.5), row("lrmoe-sampled50", 1, 0.54)]
+    rows += [row("lrmoe-topk20", 0, 0.7), row("lrmoe-topk20", 1, None)]
+    return {
+        "command": "make headline", "regime": "memorise", "target_loss": 0.05, "seeds": [0, 1], "every": 10,
+        "size": {"ranks": 8, "hidden": 128, "width": 128}, "pairs_per_rank": 22016, "published": [0.212, 0.448],
+        "link_rule": "A rule.", "links": {"qwen3-moe-micro": 2**29},
+        "fairness": {"symi": {"max_drop": 0.0}}, "rows": rows,
+        "context": {"hardware": {"cores": 2, "cpu": "a CPU"}, "versions": {"torch": "2"}, "date": "2026-01-01"},
+    }  # fmt: skip
+
+
+def test_ratios_come_with_errors_and_seeds_that_are_missing() -> None:
+    page = fill_results.page_of(run(), [], [])
+    assert "| lrmoe-sampled50 | 0.520 +- 0.020 |" in page
+    assert "| lrmoe-topk20 | 0.700 (1 of 2 seeds) |" in page
+    assert "0.552 to 0.788, that is 21.2% to 44.8% less" in page
+    assert "| qwen3-moe-micro | 0 | 1 | lrmoe-topk20 | - | 400.0 | - | - | - | 1.050 | +0.00100 |" in page
+    assert "512 MiB/s (qwen3-moe-micro)" in page
+    assert "Wall clock" not in page
+
+
+def test_tables_of_other_commands_are_shown_where_they_ran() -> None:
+    wall = [
+        {"name": f"link_wall.{name}.{quantity}", "value": value,
+         "context": {"link_bytes_per_s": 10**8, "exchange_share_of_balanced_call": 0.33, "calls": 8}}
+        for name, quantity, value in (
+            ("symi", "wall_ms", 200.0), ("lrmoe", "wall_ms", 150.0), ("lrmoe", "wall_over_symi", 0.75)
+        )
+    ]  # fmt: skip
+    ablate = [
+        {"name": "ablate.memorise.lrm.topk.drop0.3.dloss", "value": 0.0012, "context": {"standard_error": 0.0003}},
+        {"name": "ablate.continued.lrm.topk.drop0.5.dloss", "value": 0.004, "context": {}},
+    ]  # fmt: skip
+    page = fill_results.page_of(run(), ablate, wall)
+    assert "800 Mbit/s" in page
+    assert "| lrmoe | 150.0 | 0.750 | - |" in page
+    assert "| lrm.topk | +0.0012 +- 0.0003 | +0.0040 |" in page
+
+
+def test_only_what_stands_between_the_markers_changes() -> None:
+    page = "before\n<!-- results:start -->\nold\n<!-- results:end -->\nafter\n"
+    assert fill_results.fill(page, "new") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="results:start"):
+        fill_results.fill("nothing", "new")
+    assert fill_results.REGION.search(fill_results.PAGE.read_text())
+
+
+def test_the_plot_is_an_image_with_a_name_and_a_bar_for_every_known_value() -> None:
+    tree = ElementTree.fromstring(fill_results.plot_of(run()["rows"]))
+    assert tree.attrib["role"] == "img"
+    assert "SYMI" in tree.attrib["aria-label"]
+    space = "{http://www.w3.org/2000/svg}"
+    widths = [float(rect.attrib["width"]) for rect in tree.iter(f"{space}rect")]
+    assert len(widths) == 1 + 2, "a legend and two systems"
+    assert widths[1] < widths[2]
+    texts = [text.text for text in tree.iter(f"{space}text")]
+    assert "0.520" in texts
+
+
+def test_values_that_are_not_known_have_no_bar() -> None:
+    drawn = results_plot.bars("t", ["a", "b"], {"s": [results_plot.Bar(value=2.0), None]})
+    assert drawn.count("<rect") == 2
