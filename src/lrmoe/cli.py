@@ -193,7 +193,7 @@ def _describe(summary: Mapping[str, Any]) -> str:
 @app.command(epilog="Example: lrmoe compare --preset demo --name demo")
 def compare(
     preset: Annotated[
-        str, typer.Option(help="Comparison that ships with the package: demo or small.")
+        str, typer.Option(help="Comparison that ships with the package: demo, small or published.")
     ] = "demo",
     systems: Annotated[
         str | None,
@@ -205,8 +205,34 @@ def compare(
     target_loss: Annotated[
         float | None, typer.Option(help="Smoothed training loss to reach, instead of a number of steps.")
     ] = None,
+    targets: Annotated[
+        str | None, typer.Option(metavar="X,Y", help="Several losses: runs to the lowest, timed to each.")
+    ] = None,
     ep: Ranks = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data and selection.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Several seeds, e.g. 0,1,2: a comparison for each.")
+    ] = None,
+    regime: Annotated[
+        str | None,
+        typer.Option(help="Start and text: scratch, continued or memorise; unset: as configured."),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="Models, a comparison for each: presets, Hub names, or directories of transformers.",
+        ),
+    ] = None,
+    aux: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X,Y", help="Auxiliary losses of the router, e.g. 0,0.001: a comparison for each."
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="NAME", help="System that ratios are taken to; unset: megatron.")
+    ] = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
     overwrite: Overwrite = False,
@@ -220,6 +246,11 @@ def compare(
 
     Systems that prune backward are trained. Those with exact gradients share one training run: fixed ownership trains,
     the others execute every layer call of it, and their outputs and gradients must equal the trainer's.
+
+    Several seeds, models or auxiliary losses are cells, run one after another, each a comparison of its own in
+    runs/<name>/cells/, which lrmoe report shows. The whole has summary.json and rows.csv: a row for each cell, system
+    and target, and ratios paired by seed with their standard errors. Run again after a stop, the command goes on:
+    finished cells are kept. Other options than theirs are refused, but for more seeds, models or auxiliary losses.
 
     Systems:
 
@@ -243,20 +274,40 @@ def compare(
     \b
     - demo: megatron and lrmoe over 2 ranks to loss 2.3, at most 110 steps
     - small: all systems over 8 ranks, 60 steps
+    - published: six systems over 8 ranks to loss 0.05, at most 300 steps;
+      memorise, 3 seeds, 2 models, auxiliary loss 0 and 0.001 (hours)
+
+    Regimes:
+
+    \b
+    - scratch: from new weights, 400 steps
+    - continued: from a checkpoint of 800 steps, 200 more
+    - memorise: from a checkpoint of 800 steps, 8 KB of text by heart
+
+    The checkpoint is trained once and kept in runs/cache. A regime sets text, batch, learning rate and steps, and
+    memorise the target; the file, --set and other options change that.
 
     A file given with --config, and --set, hold table [compare] beside those of lrmoe train. Its keys: systems,
-    target_loss, max_steps, ep, smoothing_steps (of the smoothed loss), link_bytes_per_s (of the critical path), or else
-    link_skip_steps and link_steps (of fixed ownership, which it is taken from).
+    target_loss or targets, seeds, models, aux, regime, against, max_steps, ep, smoothing_steps (of the smoothed loss),
+    link_bytes_per_s (of the critical path), or else link_skip_steps and link_steps (of fixed ownership, which it is
+    taken from).
     """
     from lrmoe.experiments.commands import compare as run
+    from lrmoe.experiments.lists import numbers, split
 
     code = run(
         preset=preset,
-        systems=None if systems is None else [part.strip() for part in systems.split(",") if part.strip()],
+        systems=None if systems is None else split(systems),
         name=name,
         target_loss=target_loss,
+        targets=None if targets is None else numbers("targets", targets, float),
         ep=ep,
         seed=seed,
+        seeds=None if seeds is None else numbers("seeds", seeds, int),
+        regime=regime,
+        models=None if models is None else split(models),
+        aux=None if aux is None else numbers("aux", aux, float),
+        against=against,
         config=config,
         overrides=overrides or [],
         overwrite=overwrite,

@@ -12,11 +12,11 @@ from typing import Any
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.lists import is_number, non_negative_numbers, positive_numbers, seeds, words
+from lrmoe.experiments.regimes import REGIMES, get_regime
 from lrmoe.experiments.systems import System, expand, get_systems
 from lrmoe.report.data import BASELINE
-from lrmoe.training.config import TABLES, TrainConfig
+from lrmoe.training.config import TABLES, ModelConfig, TrainConfig
 
-REGIMES = ("scratch", "continued", "memorise")
 # what every system states itself: another value in the common configuration would be ignored
 _OF_SYSTEMS = ("policy", "storage")
 
@@ -103,12 +103,8 @@ class CompareConfig:
     def _check_words(self) -> None:
         if self.target_loss is not None and self.targets:
             raise ConfigError("compare.target_loss and compare.targets given; valid: one of them")
-        if self.regime is not None and self.regime not in REGIMES:
-            near = difflib.get_close_matches(str(self.regime), REGIMES, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ConfigError(
-                f"compare.regime={self.regime!r}: no such regime{hint}; valid: {', '.join(REGIMES)}"
-            )
+        if self.regime is not None:
+            get_regime(str(self.regime))
         if self.against is not None and self.against not in self.systems:
             raise ConfigError(
                 f"compare.against={self.against!r}: must be one of the systems: {', '.join(self.systems)}"
@@ -143,11 +139,13 @@ class Experiment:
         preset: the preset that it started from.
         compare: what is compared.
         train: the run that each system does; `lrmoe` is the base of every system's configuration.
+        start: the model that training starts from, instead of `train.model`: that of a regime.
     """
 
     preset: str
     compare: CompareConfig = field(default_factory=CompareConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    start: ModelConfig | None = None
 
     @property
     def systems(self) -> list[System]:
@@ -166,7 +164,8 @@ class Experiment:
 
     def train_config(self, system: System) -> TrainConfig:
         """What one system trains with, or runs the shared trajectory's calls with."""
-        return dataclasses.replace(self.train, lrmoe=system.config(self.train.lrmoe))
+        model = self.start or self.train.model
+        return dataclasses.replace(self.train, model=model, lrmoe=system.config(self.train.lrmoe))
 
     @classmethod
     def from_dict(cls, preset: str, values: Mapping[str, Any]) -> Experiment:

@@ -1,4 +1,6 @@
-"""A comparison's figures as JSON lines: compare.<system>.<quantity>."""
+"""A comparison's figures as JSON lines: compare.<system>.<quantity>; with several targets also
+compare.<system>.target<t>.<quantity>.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,24 @@ QUANTITIES = (
     ("forward_peak_rows", "rows", "lower"),
     ("backward_peak_rows", "rows", "lower"),
     ("kept_share", "fraction", "higher"),
+    ("dropped_energy", "fraction", "lower"),
+    ("added_variance", "fraction", "lower"),
     ("steps_to_common_loss", "steps", "lower"),
     ("critical_s_to_common_loss", "s", "lower"),
     ("largest_difference_eps", "eps", "lower"),
 )
+# of one target: name in its entry, name of the figure, unit, better
+TARGET_QUANTITIES = (
+    ("critical_s", "time_to_loss", "s", "lower"),
+    ("wall_s", "wall_to_loss", "s", "lower"),
+    ("steps", "steps_to_loss", "steps", "lower"),
+    ("wire_bytes", "wire_bytes", "B", "lower"),
+    ("buffer_peak_bytes", "buffer_peak_bytes", "B", "lower"),
+    ("kept_share", "kept_share", "fraction", "higher"),
+    ("dropped_energy", "dropped_energy", "fraction", "lower"),
+    ("added_variance", "added_variance", "fraction", "lower"),
+)
+TARGET_RATIOS = {"time_to_loss", "wall_to_loss", "steps_to_loss", "wire_bytes", "buffer_peak_bytes"}
 RATIOS = (
     ("time_critical", "moe_time_critical_s"),
     ("time_wall", "moe_time_wall_s"),
@@ -36,10 +52,12 @@ RATIOS = (
 
 
 def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every figure of a summary. Ratios (ours / megatron's) only where both reached the target."""
+    """Every figure of a summary. Ratios (ours / the base's, megatron's by default) only where both arrived."""
     context = {**summary["context"], "seed": summary["seed"], "preset": summary["preset"]}
     context["link_bytes_per_s"] = summary["link_bytes_per_s"]
-    base = summary["systems"].get(BASELINE)
+    against = summary.get("against") or BASELINE
+    base = summary["systems"].get(against)
+    yield from _of_targets(summary, base, against, context)
     for name, ours in summary["systems"].items():
         yield figure(f"compare.{name}.reached", int(ours["reached"]), "boolean", "higher", **context)
         for quantity, unit, better in QUANTITIES:
@@ -50,7 +68,27 @@ def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for short, quantity in RATIOS:
             if base.get(quantity) and ours.get(quantity) is not None:
                 ratio = ours[quantity] / base[quantity]
-                yield figure(f"compare.{name}.{short}_over_{BASELINE}", ratio, "ratio", "lower", **context)
+                yield figure(f"compare.{name}.{short}_over_{against}", ratio, "ratio", "lower", **context)
+
+
+def _of_targets(
+    summary: Mapping[str, Any], base: Mapping[str, Any] | None, against: str, context: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Figures of each target where there are several."""
+    if len(summary.get("targets", ())) < 2:
+        return
+    for system, entry in summary["systems"].items():
+        for i, ours in enumerate(entry["to_target"]):
+            name = f"compare.{system}.target{ours['target']:g}"
+            other = None if base is None or base is entry else base["to_target"][i]
+            yield figure(f"{name}.reached", int(ours["reached"]), "boolean", "higher", **context)
+            for quantity, short, unit, better in TARGET_QUANTITIES:
+                if ours[quantity] is None:
+                    continue
+                yield figure(f"{name}.{short}", ours[quantity], unit, better, **context)
+                if other is not None and other[quantity] and short in TARGET_RATIOS:
+                    ratio = ours[quantity] / other[quantity]
+                    yield figure(f"{name}.{short}_over_{against}", ratio, "ratio", "lower", **context)
 
 
 def lines(summary: Mapping[str, Any]) -> Iterator[str]:

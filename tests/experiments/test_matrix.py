@@ -1,0 +1,218 @@
+"""A comparison of several cells: two seeds by two targets over two gloo processes, stopped and gone on with."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lrmoe.errors import ConfigError, InfeasibleError, LRMoEError
+from lrmoe.experiments import matrix
+from lrmoe.experiments.commands import compare
+from lrmoe.experiments.matrix_figures import figures
+from lrmoe.experiments.matrix_rows import COLUMNS
+from lrmoe.report.load import load_run
+from lrmoe.training.launch import WorkerError
+from tests.experiments.test_compare import read, tiny
+
+TARGETS = [5.45, 5.0]
+CELLS = [f"qwen3-moe-tiny-configured-aux0-seed{seed}" for seed in (3, 4)]
+
+
+def options(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """Two systems, two seeds, two targets, at most six steps."""
+    overrides = [*tiny(tmp_path), "compare.max_steps=6", "compare.smoothing_steps=1", "optim.lr=0.02"]
+    own = {
+        "name": "grid",
+        "seeds": [3, 4],
+        "targets": TARGETS,
+        "overrides": [*overrides, "optim.warmup_steps=1"],
+    }
+    return {**own, **changes}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    tmp_path = tmp_path_factory.mktemp("matrix")
+    return tmp_path, compare(**options(tmp_path))
+
+
+def summary_of(tmp_path: Path) -> dict[str, Any]:
+    loaded = json.loads((tmp_path / "runs" / "grid" / "summary.json").read_text())
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+@pytest.mark.distributed
+def test_every_cell_is_a_comparison_of_its_own(finished: tuple[Path, int]) -> None:
+    tmp_path, code = finished
+    folder = tmp_path / "runs" / "grid"
+    assert {path.name for path in folder.iterdir()} == {
+        "cells",
+        "config.toml",
+        "report.html",
+        "rows.csv",
+        "summary.json",
+    }
+    assert sorted(path.name for path in (folder / "cells").iterdir()) == CELLS
+    first_losses = set()
+    for seed, name in zip((3, 4), CELLS, strict=True):
+        summary, lines = read(folder / "cells" / name)
+        assert (summary["kind"], summary["seed"], summary["targets"]) == ("compare", seed, TARGETS)
+        assert {line["system"] for line in lines} == {"megatron", "lrmoe"}
+        first_losses.add(lines[0]["loss"])
+        run = load_run(folder / "cells" / name)
+        assert run.kind == "compare"
+        assert run.config["lrmoe"]["seed"] == seed, "the selection's too, as with --seed"
+    assert len(first_losses) == 2, "other seeds start from other weights"
+    reached = all(row["reached"] for row in summary_of(tmp_path)["rows"])
+    assert code == (0 if reached else 1)
+
+
+@pytest.mark.distributed
+def test_rows_are_those_of_the_cells_and_ratios_are_paired_by_seed(finished: tuple[Path, int]) -> None:
+    summary = summary_of(finished[0])
+    rows = summary["rows"]
+    assert [(r["seed"], r["system"], r["target"]) for r in rows] == [
+        (seed, system, target) for seed in (3, 4) for system in ("megatron", "lrmoe") for target in TARGETS
+    ]
+    for row in rows:
+        entry = read(finished[0] / "runs" / "grid" / "cells" / row["cell"])[0]["systems"][row["system"]]
+        found = next(item for item in entry["to_target"] if item["target"] == row["target"])
+        assert found.items() <= row.items()
+    high = {(r["seed"], r["system"]): r for r in rows if r["target"] == TARGETS[0]}
+    assert all(row["reached"] and row["steps"] < 6 for row in high.values())
+    expected = [high[seed, "lrmoe"]["critical_s"] / high[seed, "megatron"]["critical_s"] for seed in (3, 4)]
+    [found] = [p for p in summary["paired"] if p["quantity"] == "critical_s" and p["target"] == TARGETS[0]]
+    assert (found["system"], found["against"], found["seeds"]) == ("lrmoe", "megatron", 2)
+    assert found["ratio_mean"] == pytest.approx(sum(expected) / 2)
+    assert found["standard_error"] == pytest.approx(abs(expected[0] - expected[1]) / 2)
+
+
+@pytest.mark.distributed
+def test_csv_and_figures_hold_the_same_numbers(finished: tuple[Path, int]) -> None:
+    tmp_path = finished[0]
+    summary = summary_of(tmp_path)
+    with (tmp_path / "runs" / "grid" / "rows.csv").open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [list(row) for row in written] == [list(COLUMNS)] * len(summary["rows"])
+    for text, row in zip(written, summary["rows"], strict=True):
+        assert text["system"] == row["system"]
+        assert text["critical_s"] == ("" if row["critical_s"] is None else str(row["critical_s"]))
+    found = {item["name"]: item for item in figures(summary)}
+    name = f"compare.qwen3-moe-tiny.configured.aux0.target{TARGETS[0]:g}.lrmoe"
+    [ratio] = [p for p in summary["paired"] if p["quantity"] == "critical_s" and p["target"] == TARGETS[0]]
+    assert found[f"{name}.time_to_loss_over_megatron"]["value"] == ratio["ratio_mean"]
+    assert found[f"{name}.time_to_loss_over_megatron"]["context"]["standard_error"] == ratio["standard_error"]
+    assert found[f"{name}.reached"]["value"] == 1
+    assert f"{name.replace('lrmoe', 'megatron')}.time_to_loss_over_megatron" not in found
+
+
+def trees(folder: Path) -> dict[str, bytes]:
+    """Every file of the cells, by path."""
+    return {str(path): path.read_bytes() for path in (folder / "cells").rglob("*") if path.is_file()}
+
+
+@pytest.mark.distributed
+def test_a_stopped_cell_is_run_again_and_finished_ones_are_kept(
+    finished: tuple[Path, int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "runs" / "grid"
+    kept = {path: data for path, data in trees(folder).items() if CELLS[0] in path}
+    partial = folder / "cells" / CELLS[1]
+    (partial / "summary.json").unlink()
+    (partial / "metrics.jsonl").write_text("half a li")
+    again = {**options(finished[0]), "overrides": [*options(finished[0])["overrides"], runs(tmp_path)]}
+    compare(**again)
+    assert f"cell 1 of 2, {CELLS[0]}: finished before" in capfd.readouterr().out
+    assert kept.items() <= trees(folder).items()
+    old, new = summary_of(finished[0])["rows"], summary_of(tmp_path)["rows"]
+    assert [(row["steps"], row["wire_bytes"]) for row in new] == [
+        (row["steps"], row["wire_bytes"]) for row in old
+    ]
+    assert all(json.loads(line) for line in (partial / "metrics.jsonl").read_text().splitlines())
+
+
+def runs(tmp_path: Path) -> str:
+    return f"train.runs={json.dumps(str(tmp_path / 'runs'))}"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"targets": [5.45, 4.9]},
+            r"seed3 was run with .*compare\.targets was \[5\.45, 5\.0\], now \[5\.45, 4\.9\]",
+        ),
+        ({"systems": ["lrmoe"]}, r"compare\.systems was"),
+        ({"seeds": [4, 5]}, rf"cells that are not asked for now \({CELLS[0]}\)"),
+        ({"seeds": [3]}, "holds a comparison of several cells; pass --overwrite"),
+    ],
+)
+def test_another_configuration_is_refused_and_changes_nothing(
+    finished: tuple[Path, int], changes: Mapping[str, Any], message: str
+) -> None:
+    folder = finished[0] / "runs" / "grid"
+    before = {**trees(folder), "summary": (folder / "summary.json").read_bytes()}
+    with pytest.raises(ConfigError, match=message):
+        compare(**options(finished[0], **changes))
+    assert {**trees(folder), "summary": (folder / "summary.json").read_bytes()} == before
+
+
+@pytest.fixture
+def without_training(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Cells end at once, as a comparison of which nothing is left but its configuration; the second one fails."""
+    ran: list[str] = []
+
+    def run(experiment: Any, *, overwrite: bool, place: Any) -> dict[str, Any]:
+        ran.append(place.name)
+        if experiment.train.train.seed == 4:
+            raise ERRORS.pop()
+        experiment.folder.mkdir(parents=True)
+        experiment.write(experiment.folder / "config.toml")
+        summary = {"kind": "compare", "systems": {}, "total_s": 1.0}
+        (experiment.folder / "summary.json").write_text(json.dumps(summary))
+        return summary
+
+    monkeypatch.setattr(matrix, "compare", run)
+    return ran
+
+
+ERRORS: list[BaseException] = []
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (WorkerError("rank 1: killed"), LRMoEError),
+        (InfeasibleError("too large"), InfeasibleError),
+        (ConfigError("no"), ConfigError),
+    ],
+)
+def test_a_failed_cell_is_named_and_the_ones_before_it_stay(
+    tmp_path: Path, without_training: list[str], error: Exception, kind: type[Exception]
+) -> None:
+    ERRORS.append(error)
+    with pytest.raises(kind, match=f"cell 2 of 3, {CELLS[1]}: {error}") as caught:
+        compare(**options(tmp_path, seeds=[3, 4, 5]))
+    assert type(caught.value) is kind
+    assert without_training == CELLS
+    assert summary_of(tmp_path)["cells_finished"] == 1
+    assert summary_of(tmp_path)["cells_asked"] == 3
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, without_training: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ERRORS.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        compare(**options(tmp_path))
+    assert f"stopped in cell 2 of 2, {CELLS[1]}; the same command goes on with it" in capsys.readouterr().out
+    assert summary_of(tmp_path)["cells_finished"] == 1
