@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lrmoe import LRMoEConfig
 from lrmoe.experiments.virtual import ExecutionSize, by_count, evenly, spread, widened
 from lrmoe.layer import MoELayer
-from lrmoe.planning import Problem, Topology, get_policy
+from lrmoe.planning import Policy, Problem, Topology, get_policy
 from tests.distributed.pool import Pool
 
 EXPERTS, TOKENS, SLOTS, HIDDEN, WIDTH = 16, 64, 4, 16, 8
@@ -92,16 +92,25 @@ def gradients(rank: int, ranks: int, config: LRMoEConfig, layer: MoELayer) -> di
     layer(inputs[0], ids[tokens], *inputs[1:], training=True).backward(upstream[tokens])
     assert layer.last_record is not None
     assert layer.last_record.kept_share == pytest.approx(0.6, abs=0.01)
-    return dict(zip(("x", "alpha", "up", "down"), (t.grad for t in inputs), strict=True))
+    return {
+        name: t.grad
+        for name, t in zip(("x", "alpha", "up", "down"), inputs, strict=True)
+        if t.grad is not None
+    }
 
 
 def config_of(estimator: str) -> LRMoEConfig:
     return LRMoEConfig(max_drop=0.4, warmup_steps=0, estimator=estimator, replica_slots=0, seed=3)
 
 
-def build(config: LRMoEConfig, group: dist.ProcessGroup | None, **more: object) -> MoELayer:
+def build(config: LRMoEConfig, group: dist.ProcessGroup | None, policy: Policy | None = None) -> MoELayer:
     layer = MoELayer(
-        num_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size=WIDTH, config=config, group=group, **more
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        config=config,
+        group=group,
+        policy=policy,
     )
     layer.clock.expected = True
     return layer
