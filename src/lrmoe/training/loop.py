@@ -75,8 +75,6 @@ class Trainer:
         self.handle = self._enable(policy)
         # All ranks' records are at hand here, so the watch looks at those instead of this rank's.
         self._watch, self.handle.telemetry.watch = self.handle.telemetry.watch, None
-        # All ranks' records are at hand here, so the watch looks at those instead of this rank's.
-        self._watch, self.handle.telemetry.watch = self.handle.telemetry.watch, None
         self.handle.telemetry.keep_counts = wanted(config.train.trace) and self.rank == 0
         self.parameters = Parameters(self.model, _DTYPES[config.train.dtype], group)
         self.optimizer = Optimizer(self.parameters, config.optim, config.train.steps)
