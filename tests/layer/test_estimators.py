@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lrmoe.config import FORWARD_SCORES, SCORES
 from tests.layer.harness import build, forward, kept, leaves, pruning, run
 from tests.reference import GRADS, Case, make_case, plain_loop
 
@@ -66,10 +67,16 @@ def test_sampled_uniformly_is_unbiased(uniform: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"score": "abs_grad"}, {"score": "alpha"}, {"score": "lrm", "selection": "local"}]
+    "fields",
+    [
+        *({"score": score} for score in SCORES if score not in ("lrm", "random")),
+        *({"score": score, "select_in": "forward"} for score in FORWARD_SCORES),
+        {"score": "lrm", "selection": "local"},
+    ],
+    ids=lambda fields: "-".join(fields.values()),
 )
 def test_sampled_is_unbiased_with_other_settings(fields: dict[str, str]) -> None:
-    assert_unbiased(draws(SMALL, count=200, **fields), SMALL)  # type: ignore[arg-type]
+    assert_unbiased(draws(SMALL, count=200, **fields), SMALL)
 
 
 def test_sampling_by_lrm_varies_less_than_uniform_sampling(
