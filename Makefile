@@ -63,12 +63,13 @@ figures: demo  ## run the demo and the layer benchmark, and put their figures in
 	@$(BIN)/python benchmarks/layer.py --json > runs/layer.jsonl
 	@$(BIN)/python tools/fill_figures.py runs/demo/summary.json runs/layer.jsonl
 
-bench: $(STAMP)  ## layer, ops, planning, wire, budget, bias and fidelity benchmarks, as JSON lines
+bench: $(STAMP)  ## layer, ops, planning, wire, budget, stash, bias and fidelity benchmarks, as JSON lines
 	@$(BIN)/python benchmarks/layer.py --json
 	@$(BIN)/python benchmarks/ops.py --json
 	@$(BIN)/python benchmarks/planning.py --json
 	@$(BIN)/python benchmarks/wire.py --json
 	@$(BIN)/python benchmarks/budget.py --json
+	@$(BIN)/python benchmarks/stash.py --json
 	@$(BIN)/python benchmarks/unbiased.py --json
 	@$(BIN)/python benchmarks/fidelity.py --json
 
