@@ -14,9 +14,9 @@ import pytest
 from lrmoe.errors import ConfigError, InfeasibleError, LRMoEError
 from lrmoe.experiments import matrix
 from lrmoe.experiments.commands import compare
-from lrmoe.experiments.matrix_figures import figures
 from lrmoe.experiments.matrix_rows import COLUMNS
 from lrmoe.report.load import load_run
+from lrmoe.report.matrix_figures import figures
 from lrmoe.training.launch import WorkerError
 from tests.experiments.test_compare import read, tiny
 

@@ -11,8 +11,10 @@ import pytest
 from lrmoe.experiments.matrix_rows import ratios
 from lrmoe.report import html, matrix, matrix_plots
 from lrmoe.report.data import Run
+from lrmoe.report.figures import of_runs
 from lrmoe.report.load import load_run
 from lrmoe.report.matrix_cases import cases
+from lrmoe.report.matrix_figures import figures
 
 SYSTEMS = ["megatron", "symi", "mine.py:Mine"]
 TIMES = {"megatron": (10.0, 12.0), "symi": (8.0, 9.0), "mine.py:Mine": (5.0, 3.0)}
@@ -54,6 +56,7 @@ def summary(rows: list[dict[str, Any]], *, against: str | None = "symi", **chang
         "against": against,
         "targets": sorted({r["target"] for r in rows if r["target"] is not None}, reverse=True),
         "max_steps": 300,
+        "preset": "demo",
         "smoothing": {"steps": 10},
         "world_size": 8,
         "cells_finished": 4,
@@ -186,3 +189,10 @@ def test_the_page_shows_them(run: Run) -> None:
     page = html.render([run])
     for text in ("Time to loss", "Steps against time", "Every seed", "0.479 +- 0.15", "Fairness"):
         assert text in page
+
+
+def test_its_figures_have_the_names_and_values_of_the_command(run: Run) -> None:
+    ours = {found["name"]: found["value"] for found in of_runs([run])}
+    assert ours == {found["name"]: found["value"] for found in figures(run.summary)}
+    name = "compare.qwen.memorise.aux0.target0.05.megatron.time_to_loss_over_symi"
+    assert ours[name] == pytest.approx((10 / 8 + 12 / 9) / 2)

@@ -226,9 +226,9 @@ def _matrix(
     experiment: Experiment, cells: Sequence[Cell], console: Console, overwrite: bool, as_json: bool
 ) -> int:
     from lrmoe.experiments.matrix import run_matrix
-    from lrmoe.experiments.matrix_figures import lines
     from lrmoe.report import html, matrix
     from lrmoe.report.load import load_run
+    from lrmoe.report.matrix_figures import lines
 
     summary = run_matrix(experiment, cells, overwrite=overwrite, say=partial(_say, console))
     loaded = load_run(experiment.folder)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lrmoe.report.data import BASELINE
+from lrmoe.report.matrix_figures import TARGET_QUANTITIES, TARGET_RATIOS
 from lrmoe.telemetry.figures import figure
 
 # name in the summary, unit, better
@@ -29,18 +30,6 @@ QUANTITIES = (
     ("critical_s_to_common_loss", "s", "lower"),
     ("largest_difference_eps", "eps", "lower"),
 )
-# of one target: name in its entry, name of the figure, unit, better
-TARGET_QUANTITIES = (
-    ("critical_s", "time_to_loss", "s", "lower"),
-    ("wall_s", "wall_to_loss", "s", "lower"),
-    ("steps", "steps_to_loss", "steps", "lower"),
-    ("wire_bytes", "wire_bytes", "B", "lower"),
-    ("buffer_peak_bytes", "buffer_peak_bytes", "B", "lower"),
-    ("kept_share", "kept_share", "fraction", "higher"),
-    ("dropped_energy", "dropped_energy", "fraction", "lower"),
-    ("added_variance", "added_variance", "fraction", "lower"),
-)
-TARGET_RATIOS = {"time_to_loss", "wall_to_loss", "steps_to_loss", "wire_bytes", "buffer_peak_bytes"}
 RATIOS = (
     ("time_critical", "moe_time_critical_s"),
     ("time_wall", "moe_time_wall_s"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lrmoe.report import matrix_figures
 from lrmoe.report.data import Run
 from lrmoe.telemetry.figures import figure
 
@@ -104,8 +105,14 @@ def _plan(run: Run) -> _Named:
         yield f"{case}.largest_micro_batch", int(row["largest_micro_batch"] or 0), ("sequences", "higher")
 
 
+def _matrix(run: Run) -> _Named:
+    """Under the names of `lrmoe compare --json`: means over seeds, and paired ratios."""
+    for found in matrix_figures.figures(run.summary):
+        yield found["name"], found["value"], (found["unit"], found["better"])
+
+
 def _rows(run: Run) -> _Named:
-    """Of a matrix or an ablation: every number of every row, under the words of the row."""
+    """Of an ablation: every number of every row, under the words of the row."""
     for row in run.summary["rows"]:
         words = [_word(name, value) for name, value in row.items() if name in _CASE]
         for name, value in row.items():
@@ -135,7 +142,7 @@ _NAMED: Mapping[str, Callable[[Run], _Named]] = {
     "simulate": _simulate,
     "replay": _replay,
     "plan": _plan,
-    "matrix": _rows,
+    "matrix": _matrix,
     "ablate": _rows,
 }
 

@@ -7,9 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from lrmoe.experiments.figures import TARGET_QUANTITIES
 from lrmoe.telemetry.figures import figure
 
+# of one target: name in its entry, name of the figure, unit, better
+TARGET_QUANTITIES = (
+    ("critical_s", "time_to_loss", "s", "lower"),
+    ("wall_s", "wall_to_loss", "s", "lower"),
+    ("steps", "steps_to_loss", "steps", "lower"),
+    ("wire_bytes", "wire_bytes", "B", "lower"),
+    ("buffer_peak_bytes", "buffer_peak_bytes", "B", "lower"),
+    ("kept_share", "kept_share", "fraction", "higher"),
+    ("dropped_energy", "dropped_energy", "fraction", "lower"),
+    ("added_variance", "added_variance", "fraction", "lower"),
+)
+TARGET_RATIOS = {"time_to_loss", "wall_to_loss", "steps_to_loss", "wire_bytes", "buffer_peak_bytes"}
 _NAMES = {quantity: name for quantity, name, _, _ in TARGET_QUANTITIES}
 _CASE = ("model", "regime", "aux", "target", "system")
 
