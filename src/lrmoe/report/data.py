@@ -156,8 +156,10 @@ class Run:
 
     @property
     def baseline(self) -> SystemRun | None:
-        """The fixed-ownership system that others are measured against, where it ran."""
-        return next((s for s in self.systems if s.name == BASELINE), None) if self.kind == "compare" else None
+        """The system that others are measured against, where it ran: the one asked for, or fixed ownership."""
+        against = self.summary.get("against") or BASELINE
+        named = (s for s in self.systems if (s.key or s.name) == against)
+        return next(named, None) if self.kind == "compare" else None
 
     @property
     def target_loss(self) -> float | None:

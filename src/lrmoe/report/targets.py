@@ -11,7 +11,7 @@ from lrmoe.report.tables import Table, against, number, seconds, size
 
 def targets(run: Run) -> Table:
     """One row per system and target; in brackets against the system that ratios are taken to."""
-    base = next((s for s in run.systems if (s.key or s.name) == run.summary.get("against")), None)
+    base = run.baseline
     rows = [
         (system.name, number(entry["target"]), *_cells(system, i, base))
         for system in run.systems
