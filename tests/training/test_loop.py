@@ -43,6 +43,31 @@ def test_a_step_reports_what_happened(tmp_path: Path) -> None:
     assert second.lr == pytest.approx(3e-3)
 
 
+def watched_steps(config: TrainConfig) -> tuple[list[float], list[list[bool]]]:
+    """Worker: the figure of every step, and by rank whether the last step's calls are marked."""
+    trainer = Trainer(config, dist.group.WORLD if dist.is_initialized() else None)
+    steps = [trainer.step() for _ in range(12)]
+    figures = [step.as_dict()["lrmoe/dropped_energy_high"] for step in steps]
+    return figures, [[r.dropped_energy_high for r in records] for records in steps[-1].records_by_rank]
+
+
+TOPK = {"warmup_steps": 1, "max_drop": 0.5, "estimator": "topk"}
+
+
+def test_too_much_dropped_energy_is_said_and_marked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    figures, marks = watched_steps(tiny_config(tmp_path, lrmoe=TOPK))
+    assert figures == [0.0] * 10 + [1.0] * 2  # one exact step, nine calls before a layer is judged
+    assert marks == [[True, True]]
+    said = [message for message in caplog.messages if "estimator='topk'" in message]
+    assert ["layer 0" in said[0], "layer 1" in said[1], len(said)] == [True, True, 2]
+
+
+@pytest.mark.distributed
+def test_ranks_judge_the_dropped_energy_of_all(pool2: Pool, tmp_path: Path) -> None:
+    found = pool2.run(watched_steps, tiny_config(tmp_path, lrmoe=TOPK), limit_s=90)
+    assert found[0] == found[1] == ([0.0] * 10 + [1.0] * 2, [[True, True]] * 2)
+
+
 def test_training_learns(tmp_path: Path) -> None:
     trainer = Trainer(tiny_config(tmp_path, train={"steps": 60, "batch_size": 8}, optim={"lr": 1e-2}))
     before = trainer.evaluate()
