@@ -316,6 +316,97 @@ def compare(
     raise typer.Exit(code)
 
 
+@app.command(
+    epilog="Example: lrmoe ablate --scores lrm,grad_norm,random --estimators topk --drops 0.3 --seeds 3"
+)
+def ablate(
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Rules, regimes and seeds of the package: published (the published table, memorise) or full "
+            "(all three regimes)."
+        ),
+    ] = None,
+    regime: Annotated[
+        str | None, typer.Option(metavar="A,B", help="scratch, continued, memorise (default).")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="N|N,N", help="How many, or which (3; of a preset its own).")
+    ] = None,
+    scores: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="lrm (default), grad_norm, alpha_grad, abs_grad, alpha, alpha_phi, random."
+        ),
+    ] = None,
+    estimators: Annotated[str | None, typer.Option(metavar="A,B", help="sampled (default), topk.")] = None,
+    drops: Annotated[
+        str | None, typer.Option(metavar="X,Y", help="Shares of pairs that backward leaves out (0.3).")
+    ] = None,
+    quota_rule: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="variance (default): quotas from past scores; count: equal shares."),
+    ] = None,
+    router_grad: Annotated[
+        str | None, typer.Option(metavar="A,B", help="auto (default), full, retained.")
+    ] = None,
+    select_in: Annotated[str | None, typer.Option(metavar="A,B", help="backward (default), forward.")] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Preset, directory or Hub name.")
+    ] = "qwen3-moe-micro",
+    aux: Annotated[float, typer.Option(help="Coefficient of the load-balancing loss.")] = 0.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the regime's.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes of one thread each; unset: one per core.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The run's folder is runs/<name>; unset: ablate, or ablate-<preset>.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train with rules for what backward keeps, each beside nothing dropped, and say what each costs in loss.
+
+    Every combination of the lists is a rule. A rule's loss is paired with that of nothing dropped by seed: the same
+    weights, batches and steps. Trains in one process each, with the quotas of 8 ranks.
+
+    Regimes:
+
+    \b
+    - scratch: from new weights, 400 steps
+    - continued: from a checkpoint of 800 steps, 200 more
+    - memorise: from the same checkpoint, 8 KB of text by heart, 300 steps
+
+    The start checkpoint is made once and kept in runs/cache. A run that was stopped goes on with the same command;
+    finished training runs are not repeated, and more rules or seeds may be asked for.
+    """
+    from lrmoe.experiments.ablate_command import ablate as run
+
+    grid = {
+        "scores": scores,
+        "estimators": estimators,
+        "drops": drops,
+        "quota_rule": quota_rule,
+        "router_grad": router_grad,
+        "select_in": select_in,
+    }
+    code = run(
+        preset=preset,
+        regime=regime,
+        seeds=seeds,
+        grid=grid,
+        model=model,
+        aux=aux,
+        steps=steps,
+        workers=workers,
+        name=name,
+        overwrite=overwrite,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
+
+
 @app.command(epilog="Example: lrmoe simulate --systems megatron,ultraep,lrmoe --ranks 8,64")
 def simulate(
     preset: Annotated[

@@ -165,18 +165,27 @@ def start_model(base: TrainConfig, cache: Path = CACHE, progress: Progress | Non
     """
     if base.model.checkpoint is not None:
         return base.model
-    config = base.replace(
-        data=_START["data"],
-        optim=_START["optim"],
-        train={**_START["train"], "seed": 0, "trace": False, "device": "cpu"},
-        lrmoe={"policy": "lrmoe", "max_drop": 0.0, "storage": "owned"},
-    )
+    config = _start_config(base)
     folder = cache / _key(config)
     if not folder.is_dir():
         with _locked(cache, folder.name):
             if not folder.is_dir():  # nobody else made it meanwhile
                 _make(config, folder, progress or _logged)
     return ModelConfig(checkpoint=str(folder))
+
+
+def start_is_made(base: TrainConfig, cache: Path = CACHE) -> bool:
+    """Whether `start_model` would train nothing."""
+    return base.model.checkpoint is not None or (cache / _key(_start_config(base))).is_dir()
+
+
+def _start_config(base: TrainConfig) -> TrainConfig:
+    return base.replace(
+        data=_START["data"],
+        optim=_START["optim"],
+        train={**_START["train"], "seed": 0, "trace": False, "device": "cpu"},
+        lrmoe={"policy": "lrmoe", "max_drop": 0.0, "storage": "owned"},
+    )
 
 
 def _key(config: TrainConfig) -> str:
