@@ -135,11 +135,14 @@ def train(headline: Headline, *, workers: int | None = None, say: Say = to_stder
     starts = [
         Job(name=f"start {m}, aux {a:g}", target=f"{_JOBS}:start", args=(m, a), steps=START_STEPS)
         for m, a in dict.fromkeys((job.args[0], job.args[1]) for job in missing)
+        if get_regime(headline.regime).continues
     ]
     for title, todo, whole in (
         ("start checkpoints", starts, len(starts)),
         ("trajectories", missing, len(jobs)),
     ):
+        if not todo:
+            continue
         total = sum(job.steps for job in todo)
         with Display(title, jobs=whole, steps=total, done=whole - len(todo)) as display:
             run_jobs(todo, workers=workers, display=display)
