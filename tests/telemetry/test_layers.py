@@ -61,6 +61,28 @@ def test_the_worst_layer_is_worst_over_its_calls_not_in_one() -> None:
     assert flat["lrmoe/kept_share_worst"] == pytest.approx(0.7)
 
 
+def test_decisions_are_shown_of_the_calls_that_have_them() -> None:
+    told = [{"variance_allowed": 0.1}, {}, {"variance_allowed": 0.3}, {"variance_allowed": 0.7}]
+    calls = [record(layer, control=control) for layer, control in zip((0, 0, 0, 1), told, strict=True)]
+    flat = layer_figures([calls])
+    assert flat["lrmoe/variance_allowed"] == pytest.approx((0.2 + 0.7) / 2)
+    assert flat["lrmoe/variance_allowed_worst"] == pytest.approx(0.7)
+    assert not any("auto" in name for name in flat)
+
+
+def test_the_latest_check_is_shown() -> None:
+    checks = {"check_cosine": 0.9, "check_relative_error": 0.4}
+    calls = [
+        record(0),
+        record(1, step=3, **checks),
+        record(2, step=7, check_cosine=0.8, check_relative_error=0.6),
+    ]
+    flat = layer_figures([calls])
+    found = [flat[f"lrmoe/check_{name}"] for name in ("cosine", "relative_error", "layer")]
+    assert found == [0.8, 0.6, 2]
+    assert "lrmoe/check_layer" not in layer_figures([[record(0)]])
+
+
 def test_evaluation_does_not_count() -> None:
     assert layer_figures([[record(drop_reason="eval")]]) == {}
     assert layer_loads([[record(drop_reason="eval")]]) == []

@@ -70,9 +70,22 @@ def layer_figures(records_by_rank: Sequence[Sequence[CallRecord]]) -> dict[str, 
     for name, figure in _all_figures(layers).items():
         values = [figure.of_layer([figure.of_call(call) for call in calls]) for calls in layers.values()]
         flat[PREFIX + name], flat[f"{PREFIX}{name}_worst"] = _mean(values), figure.worst(values)
+    flat.update(_decided(layers))
     flat.update(_checked(layers))
     reasons = [call[0].drop_reason for calls in layers.values() for call in calls]
     flat[f"{PREFIX}drop_reason"] = max(sorted(set(reasons)), key=reasons.count)
+    return flat
+
+
+def _decided(layers: dict[int, list[Call]]) -> dict[str, float]:
+    """How much could be dropped and why, where a limit or `drop="auto"` decided: mean and highest of layers."""
+    flat: dict[str, float] = {}
+    for name in sorted({name for calls in layers.values() for call in calls for name in call[0].control}):
+        told = [
+            [call[0].control[name] for call in calls if name in call[0].control] for calls in layers.values()
+        ]
+        values = [_mean(of_layer) for of_layer in told if of_layer]
+        flat[PREFIX + name], flat[f"{PREFIX}{name}_worst"] = _mean(values), max(values)
     return flat
 
 
