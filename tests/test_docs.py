@@ -113,11 +113,12 @@ def test_generated_page_is_current(generator: ModuleType, name: str) -> None:
     assert page == generator.PAGES[name](), "run `make docs`"
 
 
-def test_configuration_page_names_every_field_and_what_is_refused(generator: ModuleType) -> None:
+def test_configuration_page_names_every_field_and_what_is_valid(generator: ModuleType) -> None:
     page = generator.configuration_page()
     for name in lrmoe.LRMoEConfig().to_dict():
         assert f"| `{name}` |" in page
-    assert re.search(r"`drop`.*not in this version: `\"auto\"`", page)
+    assert re.search(r"`drop`.*`\"always\"`, `\"overload\"`, `\"auto\"`", page)
+    assert "| `max_added_variance` | `None` | `None`, or a positive number |" in page
 
 
 def test_run_file_page_names_every_key_of_a_comparison(generator: ModuleType) -> None:

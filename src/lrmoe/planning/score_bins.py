@@ -2,7 +2,7 @@
 
 The sampled estimator keeps a pair with probability min(1, c * score). How many pairs of an expert one constant c keeps
 therefore depends on how its scores are spread, not on their sum alone; seven octaves (a factor of two each) around the
-expert's own mean predict it, and the variance that sampling adds, to about one percent. Docs: docs/estimators.md.
+expert's own mean predict it, and the variance that sampling adds, to 1 to 10 percent (docs/estimators.md has figures).
 
 Shape letters: E experts, B bins, F columns of sums.
 """

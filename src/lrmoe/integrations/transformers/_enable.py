@@ -163,7 +163,8 @@ def describe(config: LRMoEConfig, layers: int, ranks: int) -> str:
         return f"{where}: observing; backward is exact, print(handle) tells what pruning would have saved"
     if config.max_drop == 0:
         return f"{where}: backward keeps every (token, expert) pair; max_drop=0 is exact"
-    least = "at least " if config.drop == "overload" else ""
+    limited = config.drop != "always" or config.max_added_variance is not None
+    least = "at least " if limited else ""
     span = f"from optimizer step {config.warmup_steps}"
     if config.cooldown_steps and config.total_steps is not None:
         span += f" to {config.total_steps - config.cooldown_steps}"
