@@ -145,6 +145,15 @@ def test_router_aux_loss_reaches_the_router(tmp_path: Path, overrides: dict[str,
     assert not torch.allclose(*routers)
 
 
+def test_the_loss_of_a_step_is_that_of_the_text_alone(tmp_path: Path) -> None:
+    """Before any update the balancing loss has changed nothing, and a target loss means the same with it."""
+    first = [
+        Trainer(tiny_config(tmp_path, lrmoe=EXACT, train={"router_aux_loss": c, "accumulate": 2})).step().loss
+        for c in (0.0, 1.0)
+    ]
+    assert first[0] == pytest.approx(first[1], rel=1e-6)
+
+
 def test_bfloat16_keeps_float32_masters(tmp_path: Path) -> None:
     trainer = trained(tiny_config(tmp_path, train={"dtype": "bfloat16", "accumulate": 2}), 3)
     for entry in trainer.parameters.entries:

@@ -165,7 +165,11 @@ class LoopConfig(_Table):
         choices=("none", "reentrant", "non_reentrant"),
     )
     router_aux_loss: float = _option(
-        0.0, "Coefficient of the load-balancing loss; 0 is none.", kind=NUMBER, least=0, below=1e6
+        0.0,
+        "Coefficient of the load-balancing loss, which no reported loss contains; 0 is none.",
+        kind=NUMBER,
+        least=0,
+        below=1e6,
     )
     checkpoint_every: int = _option(
         0, "Steps between checkpoints; 0: none, not even at the end.", kind=int, least=0

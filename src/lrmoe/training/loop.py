@@ -158,7 +158,7 @@ class Trainer:
                 size=train.batch_size,
                 seq_len=data.seq_len,
             )
-            total += self._loss(tokens.to(self.device))
+            total += self._losses(tokens.to(self.device))[0]
         if self.world_size > 1:
             dist.all_reduce(total, group=self.group)
         self.model.train()
@@ -182,7 +182,7 @@ class Trainer:
         return load_trainer(self)
 
     def _micro_batch(self, number: int) -> Tensor:
-        """Forward and backward; returns this micro-batch's share of the step's mean loss, detached."""
+        """Forward and backward; returns this micro-batch's share of the step's mean loss on the text, detached."""
         train = self.config.train
         tokens = self.corpus.train_batch(
             seed=train.seed,
@@ -193,15 +193,16 @@ class Trainer:
             size=train.batch_size,
             seq_len=self.config.data.seq_len,
         )
-        loss = self._loss(tokens.to(self.device), aux=train.router_aux_loss) / train.accumulate
-        loss.backward()
+        loss, balance = self._losses(tokens.to(self.device), train.router_aux_loss)
+        total = loss if balance is None else loss + train.router_aux_loss * balance
+        (total / train.accumulate).backward()
         if self.after_backward is not None:
             self.after_backward(number)
         self.parameters.collect()
-        return loss.detach()
+        return loss.detach() / train.accumulate
 
-    def _loss(self, tokens: Tensor, aux: float = 0.0) -> Tensor:
-        """Mean next-token cross-entropy of (B, S+1) ids, plus `aux` times the router's load-balancing loss.
+    def _losses(self, tokens: Tensor, aux: float = 0.0) -> tuple[Tensor, Tensor | None]:
+        """Mean next-token cross-entropy of (B, S+1) ids, and with `aux` the router's load-balancing loss.
 
         The first `train.skip_positions` predictions of each sequence are left out of the mean.
         """
@@ -213,7 +214,7 @@ class Trainer:
         skip = self.config.train.skip_positions
         logits, targets = logits[:, skip:], tokens[:, 1 + skip :]
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss + aux * self._balance(output.router_logits) if aux else loss
+        return loss, self._balance(output.router_logits) if aux else None
 
     def _balance(self, router_logits: tuple[Tensor, ...]) -> Tensor:
         from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
