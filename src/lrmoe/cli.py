@@ -376,7 +376,7 @@ def ablate(
     \b
     - scratch: from new weights, 400 steps
     - continued: from a checkpoint of 800 steps, 200 more
-    - memorise: from the same checkpoint, 8 KB of text by heart, 300 steps
+    - memorise: from the same checkpoint, 8 KB of text by heart, 340 steps
 
     The start checkpoint is made once and kept in runs/cache. A run that was stopped goes on with the same command;
     finished training runs are not repeated, and more rules or seeds may be asked for.

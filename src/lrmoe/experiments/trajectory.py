@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -230,7 +230,9 @@ class Trajectory:
         recorded: steps whose calls were recorded, from 1.
     """
 
-    def __init__(self, folder: Path, lines: list[Mapping[str, Any]], counts: Mapping[int, IntArray]) -> None:
+    def __init__(
+        self, folder: Path, lines: Sequence[Mapping[str, Any]], counts: Mapping[int, IntArray]
+    ) -> None:
         self.folder = folder
         self.losses = _column(lines, "loss")
         self.smoothed = _column(lines, "smoothed_loss")
@@ -291,5 +293,5 @@ class Trajectory:
         return float(self.losses[-last:].mean())
 
 
-def _column(lines: list[Mapping[str, Any]], name: str) -> FloatArray:
+def _column(lines: Sequence[Mapping[str, Any]], name: str) -> FloatArray:
     return np.array([math.nan if line[name] is None else line[name] for line in lines], dtype=np.float64)
