@@ -49,6 +49,8 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log", "Accessibility"):
             self.call(f"{domain}.enable")
+        self.call("Page.bringToFront")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # keys reach the page
 
     def __enter__(self) -> Browser:
         return self
@@ -98,15 +100,14 @@ class Browser:
     def open(self, page: Path, *, width: int = 1280, height: int = 900, phone: bool = False) -> None:
         """Load a page in a window of a size, in CSS pixels, and wait until it has drawn its plots."""
         self.events.clear()
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=phone,
-        )
+        self.resize(width=width, height=height, phone=phone)
         self.call("Page.navigate", url=page.as_uri())
         self.wait("document.documentElement?.dataset.drawn === 'yes'")
+
+    def resize(self, *, width: int, height: int, phone: bool = False) -> None:
+        """Give the window a size, in CSS pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1}
+        self.call("Emulation.setDeviceMetricsOverride", **size, mobile=phone)
 
     def media(self, *, kind: str = "", dark: bool = False) -> None:
         """Emulate print ("print") or the screen, light or dark."""

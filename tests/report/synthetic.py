@@ -166,3 +166,105 @@ def train_run(folder: Path, steps: int = 30, *, rate: float = 0.1, kept: float =
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "config.toml").write_text("[lrmoe]\nmax_drop = 0.3\n")
     return folder
+
+
+def replay_run(folder: Path, names: tuple[str, ...] = ("megatron", "lrmoe")) -> Path:
+    """A replay of a call over 2 ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "link_bytes_per_s": LINK, "link": "given", "call": "seed 0", "ranks": 2, "experts": 6, "top_k": 2,
+        "pairs": 4096,
+        "fixed_peak": 1.27, "history": 4, "hidden": 64, "expert_width": 24, "dtype": "fp32", "wire": "one row per pair",
+        "activations": "stash", "activations_mean": "rows stay", "slots": 2, "estimator": "sampled", "score": "lrm",
+        "repeats": 1,
+    }  # fmt: skip
+    summary = {
+        "kind": "replay",
+        "settings": settings,
+        "measured": "thread CPU time",
+        "modelled": "exchange",
+        "context": {"command": "lrmoe replay"},
+        "systems": {name: _replayed(i) for i, name in enumerate(names)},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def _replayed(i: int) -> dict[str, Any]:
+    share = 1 - 0.3 * i
+    sides = {
+        "forward": {"measured": {"plan": 1.0, "experts": 20.0}, "modelled": {"dispatch": 4.0}},
+        "backward": {"measured": {"experts_backward": 40.0 * share}, "modelled": {"return": 4.0 * share}},
+    }
+    parts = {
+        "forward": {"weights": MIB, "dispatched": 2 * MIB},
+        "backward": {"grads": MIB, "backward": 3 * MIB},
+    }
+    return {
+        "forward_peak": 1.27, "backward_peak": 1.27 * share, "kept_share": share, "forward_ms": 25.0,
+        "backward_ms": 44.0 * share, "backward_speedup": 1 / share, "layer_speedup": 69 / (25 + 44 * share),
+        "repeats": 1,
+        "forward_subtotal": 3 * MIB, "backward_subtotal": 4 * MIB, "backward_memory": 5 * MIB, "replicas": i,
+        "forward_subtotal_reduction": 0.0, "backward_subtotal_reduction": 0.1 * i, "phases": sides, "parts": parts,
+    }  # fmt: skip
+
+
+def plan_csv(path: Path) -> Path:
+    """A capacity table of two cases, the second of which does not fit."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = (
+        "model,hardware,gpus,ep,nodes,micro_batch,fits,mode,device_bytes,device_available,kept_share,layer_ms"
+    )
+    rows = [f"{columns},largest_micro_batch,kind,why"]
+    rows.append(f"Tiny,h100,8,8,1,1,yes,stash,{50 * 2**30},{72 * 2**30},0.7,3.5,2,modelled,")
+    rows.append(f"Tiny,h100,16,16,2,1,no,stash,{90 * 2**30},{72 * 2**30},0.7,6.25,0,modelled,needs 90 GiB")
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def plan_lines(path: Path) -> Path:
+    """What `lrmoe plan --json` prints for one plan over 2 ranks."""
+    parts = {"weights": 2 * MIB, "grads": 4 * MIB, "stash": 6 * MIB}
+    report = {
+        "described": "Tiny on 2 x h100", "mode": "stash", "advice": [], "assumptions": ["Nothing was measured."],
+        "limits": {"device": {"needed": 20 * MIB, "available": 64 * MIB}}, "reserved": {"logits": 3 * MIB},
+        "call": {"forward": parts, "backward": parts}, "model": {"forward": parts, "backward": parts},
+        "forward_load": list(FORWARD), "backward_load": list(PRUNED), "counts": list(COUNTS),
+        "quotas": [int(0.7 * count) for count in COUNTS],
+        "ms": {"forward": {"experts": 2.0, "dispatch": 1.0}, "backward": {"experts_backward": 3.0, "return": 0.5}},
+    }  # fmt: skip
+    figures: list[dict[str, Any]] = [
+        {"name": "plan.tiny.h100.gpus2.fits", "value": 1, "unit": "1 = yes", "better": "higher"},
+        {"name": "plan.tiny.h100.gpus2.call_bytes", "value": 12 * MIB, "unit": "B", "better": "lower"},
+        {"name": "plan.tiny.h100.gpus2.forward_peak", "value": 1.27, "unit": "mean loads", "better": "lower"},
+    ]
+    figures[0]["context"] = {"command": "lrmoe plan", "report": report}
+    path.write_text("".join(json.dumps(figure) + "\n" for figure in figures))
+    return path
+
+
+def headline_lines(folder: Path, values: tuple[float, ...] = (0.51, 0.49)) -> Path:
+    """What `make headline` leaves: figures of one system in two cases, and one of an ablation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [
+        f"headline.qwen3-moe-tiny.memorise.aux{aux}.lrmoe-sampled50.time_to_loss_over_symi"
+        for aux in (0, 0.001)
+    ]
+    lines = [
+        {
+            "name": name,
+            "value": value,
+            "unit": "ratio",
+            "better": "lower",
+            "context": {"standard_error": 0.012},
+        }
+        for name, value in zip(names, values, strict=True)
+    ]
+    ablation = {
+        "name": "ablate.memorise.lrm.topk.drop0.3.dloss",
+        "value": 0.004,
+        "unit": "nats",
+        "better": "lower",
+    }
+    (folder / "headline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, ablation]))
+    return folder

@@ -28,7 +28,7 @@ _WHICH = "Mean rows of a step per rank and layer, over the steps with a pruned b
 def load(run: Run) -> Plot | None:
     """Rows per rank before (forward) and after (backward) pruning: a panel per system, or of many a row each."""
     systems = [system for system in run.systems if system.loads]
-    if not systems:
+    if not systems or len(systems[0].loads[0].forward_R) == 1:  # one rank has all rows, always
         return None
     if len(systems) > _PANELS:
         return _squares(systems)

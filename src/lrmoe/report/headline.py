@@ -6,15 +6,23 @@ may itself hold dots ("aux0.001").
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lrmoe.report.data import Run
-from lrmoe.report.names import styles
+from lrmoe.report import bars
+from lrmoe.report.data import Run, SystemRun
+from lrmoe.report.names import readable, styles
 from lrmoe.report.plot import Plot, label, line
-from lrmoe.report.tables import Table, number
+from lrmoe.report.tables import Table, number, percent, seconds
 
 _Line = Mapping[str, Any]
+_PARTS = re.compile(r"(?P<case>.+?)\.(?P<who>drop\d+(?:\.\d+)?|[^.]+)\.(?P<quantity>[^.]+)")
+_METHOD = (
+    "Trajectories are trained once; layer times come from executing their recorded calls, systems interleaved, over a "
+    "modelled link that is the same for all."
+)
 TITLES = {
     "time_to_loss_over_symi": "time to loss / symi",
     "time_to_loss_over_ultraep": "time to loss / ultraep",
@@ -29,18 +37,39 @@ def _split(run: Run, area: str) -> list[tuple[str, str, str, _Line]]:
     found = []
     for figure in run.summary["figures"]:
         first, _, rest = str(figure["name"]).partition(".")
-        parts = rest.rsplit(".", 2)
-        if first == area and len(parts) == 3:
-            found.append((parts[0], parts[1], parts[2], figure))
+        parts = _PARTS.fullmatch(rest) if first == area else None
+        if parts is not None:
+            found.append((parts["case"], parts["who"], parts["quantity"], figure))
     return found
+
+
+def systems(run: Run) -> tuple[SystemRun, ...]:
+    """The systems with the mean phases of a call over all rows, and what each was given."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for row in run.summary["rows"]:
+        by_name.setdefault(row["system"], []).append(row["phases"])
+    called, drawn = readable(list(by_name)), styles(by_name)
+    return tuple(
+        SystemRun(
+            name=called[key],
+            key=key,
+            figures={"fairness": run.summary["fairness"].get(key, {})},
+            phase_ms={
+                name: sum(one.get(name, 0.0) for one in found) / len(found)
+                for name in dict.fromkeys(name for one in found for name in one)
+            },
+            colour=drawn[key][0],
+        )
+        for key, found in by_name.items()
+    )
 
 
 def _written(figure: _Line | None) -> str:
     """The value, with its standard error where it has one."""
     if figure is None:
         return "-"
-    error = figure.get("context", {}).get("se", figure.get("context", {}).get("standard_error"))
-    return number(figure["value"], 4) + (f" +- {number(error, 2)}" if isinstance(error, int | float) else "")
+    error = _error(figure)
+    return number(figure["value"], 4) + (f" +- {number(error, 2)}" if error is not None else "")
 
 
 def _table(title: str, first: str, found: Sequence[tuple[str, str, str, _Line]], note: str) -> Table:
@@ -59,10 +88,11 @@ def _table(title: str, first: str, found: Sequence[tuple[str, str, str, _Line]],
 
 
 def tables(run: Run) -> list[Table]:
-    """Time to loss, then the ablation where the file has it, then whatever else it has."""
+    """Time to loss over seeds and per seed, then the ablation where the file has it, then whatever else it has."""
     ours, ablation = _split(run, "headline"), _split(run, "ablate")
     note = "Ratios are ours over the other's: below 1 is better. +-: standard error over seeds."
     made = [_table("Time to loss", "case", ours, note)] if ours else []
+    made += [_per_seed(run.summary["rows"])] if run.summary["rows"] else []
     if ablation:
         made.append(_table("Ablation", "rule", ablation, "Differences from nothing dropped, paired by seed."))
     known = {id(figure) for _, _, _, figure in (*ours, *ablation)}
@@ -72,17 +102,64 @@ def tables(run: Run) -> list[Table]:
     return made
 
 
+def _per_seed(rows: Sequence[Mapping[str, Any]]) -> Table:
+    body = [
+        (
+            f"{row['model']}, aux {row['aux']:g}",
+            str(row["seed"]),
+            row["system"],
+            number(row["steps"]),
+            number(row["layer_ms"], 4),
+            seconds(row["time_to_loss_s"]),
+            number(row["over"].get("symi")),
+            number(row["over"].get("ultraep")),
+            number(row["over_balanced"]),
+            number(row["dloss"], 2),
+            percent(row["kept_share"]),
+        )
+        for row in rows
+    ]
+    columns = (
+        "case",
+        "seed",
+        "system",
+        "steps",
+        "layers ms",
+        "time to loss",
+        "/ symi",
+        "/ ultraep",
+        "/ balanced",
+    )
+    note = "Layers ms: critical path of a step's MoE layers, mean over the executed steps up to the target."
+    return Table(title="Every seed", columns=(*columns, "loss diff.", "kept"), rows=body, note=note)
+
+
 def plots(run: Run) -> list[Plot]:
-    """A bar for each case and system, one plot per ratio."""
+    """A bar for each case and system, one plot per ratio; then the phases of a call."""
     found = _split(run, "headline")
     ratios = dict.fromkeys(quantity for _, _, quantity, _ in found if "_over_" in quantity)
-    return [_ratio([row for row in found if row[2] == quantity], quantity) for quantity in ratios]
+    made = [
+        _ratio([row for row in found if row[2] == quantity], quantity, run.summary.get("published"))
+        for quantity in ratios
+    ]
+    phases = bars.phases(run)
+    caption = "Critical path of an executed call, mean over all rows; bytes over the modelled link are in their phases."
+    return [*made, *([replace(phases, caption=caption)] if phases is not None else [])]
 
 
-def _ratio(found: Sequence[tuple[str, str, str, _Line]], quantity: str) -> Plot:
+def _error(figure: _Line) -> float | None:
+    context = figure.get("context", {})
+    error = context.get("se", context.get("standard_error"))
+    return float(error) if isinstance(error, int | float) else None
+
+
+def _ratio(
+    found: Sequence[tuple[str, str, str, _Line]], quantity: str, published: Sequence[float] | None
+) -> Plot:
     cases = list(dict.fromkeys(case for case, _, _, _ in found))
     who = list(dict.fromkeys(system for _, system, _, _ in found))
     values = {(case, system): float(figure["value"]) for case, system, _, figure in found}
+    errors = {(case, system): _error(figure) for case, system, _, figure in found}
     drawn, title = styles(who), TITLES.get(quantity, quantity.replace("_", " "))
     traces = [
         {
@@ -92,22 +169,42 @@ def _ratio(found: Sequence[tuple[str, str, str, _Line]], quantity: str) -> Plot:
             "y": [label(case) for case in cases],
             "x": [values.get((case, system)) for case in cases],
             "marker": {"color": drawn[system][0]},
+            "error_x": {
+                "array": [errors.get((case, system)) for case in cases],
+                "color": "var(--ink)",
+                "thickness": 1.5,
+            },
         }
         for system in who
     ]
     rows = [(case, system, _written(figure)) for case, system, _, figure in found]
-    one = {**line(0), "xref": "x", "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1}
+    caption = "Ours over the other's, with standard errors over seeds: left of the dashed line is better."
+    shapes = [{**line(0), "xref": "x", "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1}]
+    if published and quantity == "time_to_loss_over_symi":
+        least, most = 1 - max(published), 1 - min(published)
+        band = {
+            "type": "rect",
+            "xref": "x",
+            "yref": "paper",
+            "x0": least,
+            "x1": most,
+            "y0": 0,
+            "y1": 1,
+            "line": {"width": 0},
+        }
+        shapes.append({**band, "fillcolor": "var(--series-2)", "opacity": 0.15, "layer": "below"})
+        caption += f" Shaded: the published range of the authors' system, {number(least)} to {number(most)}."
     return Plot(
         name=quantity.replace("_", "-"),
         title=title[0].upper() + title[1:],
-        caption="Ours over the other's: left of the dashed line is better.",
+        caption=caption,
         label=f"{title}: " + "; ".join(f"{row[0]} {row[1]} {row[2]}" for row in rows),
         traces=traces,
         layout={
             "barmode": "group",
             "xaxis": {"title": "ratio", "rangemode": "tozero"},
             "yaxis": {"autorange": "reversed", "showgrid": False},
-            "shapes": [one],
+            "shapes": shapes,
         },
         table=Table(title=title, columns=("case", "system", "ratio"), rows=rows),
         height=130 + 24 * len(found) + 12 * len(cases),
@@ -128,9 +225,21 @@ def verdict(run: Run) -> str:
 
 
 def method(run: Run) -> str:
-    """Where to read how it was measured."""
-    return (
-        "Trajectories are trained once; layer times come from executing their recorded calls, systems interleaved, "
-        "over a modelled link that is the same for all. Seeds, commands and hardware are in each line of "
-        "headline.jsonl."
-    )
+    """How it was measured, and at which size."""
+    summary = run.summary
+    parts = [
+        _METHOD,
+        str(summary.get("link_rule", "")),
+    ]
+    if summary.get("size"):
+        parts.append(
+            "Size: "
+            + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in summary["size"].items())
+            + "."
+        )
+    if summary.get("pairs_per_rank"):
+        parts.append(
+            f"Pairs of a rank and call: {summary['pairs_per_rank']:,}; every {summary['every']}th step is executed."
+        )
+    parts.append("Seeds, commands and hardware are in each line of headline.jsonl.")
+    return " ".join(part for part in parts if part)

@@ -47,7 +47,7 @@ def heat(run: Run) -> Plot | None:
     }
     return Plot(
         name="heat",
-        title="Load per rank and expert, step by step",
+        title="Load per rank and expert" + (", step by step" if at else ""),
         caption=_caption(run, systems, bool(grid)),
         label=f"Loads of {systems[chosen].name}, {describe(layer, at)}",
         traces=_traces(layer, at, grid),
@@ -67,7 +67,7 @@ def _caption(run: Run, systems: Sequence[SystemRun], experts: bool) -> str:
     shown = max(len(layer.step) for system in systems for layer in system.layers)
     if shown < longest:
         text += f" {shown} of {longest} steps are kept here."
-    return text + " The slider also moves with the arrow keys."
+    return text + (" The slider also moves with the arrow keys." if shown > 1 else "")
 
 
 def _frames(layer: LayerSteps) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -15,6 +17,7 @@ from lrmoe.report.heat import controls
 from lrmoe.report.sections import Section, sections_of
 from lrmoe.report.words import verdict
 
+_BREAK = re.compile(r"(?<=[A-Za-z0-9])[_./](?=[A-Za-z_])")  # where the name of a figure may break on a phone
 __all__ = ["check_installed", "render", "verdict", "write"]
 
 
@@ -38,6 +41,7 @@ def render(runs: Sequence[Run]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     sections = sections_of(runs)
+    env.filters["breakable"] = lambda text: env.filters["safe"](_BREAK.sub(r"\g<0><wbr>", html.escape(text)))
     # Markup is text of this package or escaped by _script_json; everything that a run names goes through autoescape.
     return str(
         env.from_string(_asset("report.html.j2")).render(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lrmoe.errors import ConfigError
-from lrmoe.report import files, replay
+from lrmoe.report import files, headline, replay
 from lrmoe.report.data import Run, SystemRun
 from lrmoe.report.files import MADE_BY, Line
 from lrmoe.report.names import readable, renamed, styles
@@ -159,8 +160,20 @@ def _headline(path: Path) -> Run:
     lines = files.json_lines(path)
     if not lines or not all({"name", "value"} <= set(line) for line in lines):
         raise ConfigError(f"{path}: not the figures that `make headline` writes")
-    summary = {"figures": lines, "context": lines[0].get("context", {})}
-    return Run(name=_name(path.parent), kind="headline", summary=summary, config={}, systems=())
+    beside = path.with_name("headline.json")
+    more = files.json_object(files.read_text(beside), str(beside)) if beside.is_file() else {}
+    summary = {
+        "rows": [],
+        "fairness": {},
+        "context": _environment(lines[0].get("context", {})),
+        **more,
+        "figures": lines,
+    }
+    run = Run(name=_name(path.parent), kind="headline", summary=summary, config={}, systems=())
+    try:
+        return replace(run, systems=headline.systems(run))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{beside}: not as this version writes it ({error!r})") from error
 
 
 def _file(path: Path) -> Run:

@@ -21,10 +21,12 @@ PARTS: Mapping[str, str] = {
     "scratch": "scratch",
     "reserved": "not MoE",
 }
-_CAPTION = (
-    "Bytes of the fullest rank. Of weights, gradients and stashes there is one for each layer at the same time; of "
-    "what a call needs only while it runs (replicas, rows, buffers, outputs) the largest call counts."
+_CAPTION = "Bytes of the fullest rank."
+_MODEL = (
+    " Of weights, gradients and stashes there is one for each layer at the same time; of what a call needs only while "
+    "it runs (replicas, rows, buffers, outputs) the largest call counts."
 )
+ALL_LAYERS = "all MoE layers"
 
 
 def memory(run: Run) -> Plot | None:
@@ -33,7 +35,8 @@ def memory(run: Run) -> Plot | None:
     if not found:
         return None
     optimizer = any("optimizer" in parts for one in found.values() for parts in one.stacks.values())
-    caption = _CAPTION + (" No budget counts optimizer states." if optimizer else "")
+    caption = _CAPTION + (_MODEL if any(one.what == ALL_LAYERS for one in found.values()) else "")
+    caption += " No budget counts optimizer states." if optimizer else ""
     return stack(found, name="memory", title="Memory by part", caption=caption)
 
 

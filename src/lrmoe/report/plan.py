@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lrmoe.planning.calibration import PHASES
@@ -11,10 +12,11 @@ from lrmoe.report.data import LayerSteps, Memory, Run, SystemRun
 from lrmoe.report.heat import heat
 from lrmoe.report.memory import PARTS, stack
 from lrmoe.report.plot import Plot, label
-from lrmoe.report.tables import Table, number, size
+from lrmoe.report.tables import Table, number, percent, size
 
 _Row = Mapping[str, str]
-_NOT_SWEPT = ("fits", "mode", "device_bytes", "device_available", "largest_micro_batch", "kind", "why")
+_ON_THE_LINK = ("dispatch", "combine", "exchange", "return")
+_TOLD = 5  # cases that do not fit, with their reasons
 
 
 def verdict(run: Run) -> str:
@@ -53,19 +55,28 @@ def plots(run: Run) -> list[Plot]:
         return _sweep_plots(run.summary["rows"])
     planned = _planned(run)
     phases = bars.phases(planned)
-    made = [_stack(run), heat(planned), phases]
+    caption = (
+        "Forward and backward of one MoE layer call, the slowest rank of each phase, no overlap; modelled."
+    )
+    made = [_stack(run), heat(planned), replace(phases, caption=caption) if phases is not None else None]
     return [plot for plot in made if plot is not None]
 
 
 def _figures(run: Run) -> Table:
     rows = [
-        (str(figure["name"]).rpartition("gpus")[2].partition(".")[2], _value(figure), str(figure["unit"]))
+        (_called(figure), _value(figure), "" if figure["unit"] == "B" else str(figure["unit"]))
         for figure in run.summary["figures"]
         if ".bytes." not in figure["name"]
     ]
     report = run.summary["report"]
     return Table(
         title="Figures of the plan", columns=("figure", "value", "unit"), rows=rows, note=report["described"]
+    )
+
+
+def _called(figure: Mapping[str, Any]) -> str:
+    return (
+        str(figure["name"]).rpartition("gpus")[2].partition(".")[2].replace("_", " ").replace("ms.", "time, ")
     )
 
 
@@ -127,26 +138,33 @@ def _planned(run: Run) -> Run:
     )
     sides = report["ms"].values()
     phase_ms = {phase: sum(side.get(phase, 0.0) for side in sides) for phase in PHASES}
+    phase_ms["wire"] = sum(phase_ms.pop(phase) for phase in _ON_THE_LINK)
     system = SystemRun(name="plan", layers=(layer,), phase_ms={p: ms for p, ms in phase_ms.items() if ms})
     return Run(name=run.name, kind="plan", summary={}, config={}, systems=(system,))
 
 
 def _swept(rows: Sequence[_Row]) -> list[str]:
-    """Columns that the cases differ in, without those that are answers."""
+    """Columns that the cases differ in, without the answers, and without those that follow from another."""
     asked = list(rows[0])[: list(rows[0]).index("fits")]
-    return [name for name in asked if len({row[name] for row in rows}) > 1]
+    found: list[str] = []
+    for name in (name for name in asked if len({row[name] for row in rows}) > 1):
+        known = {tuple(row[other] for other in found) for row in rows}
+        if len({(*(row[other] for other in found), row[name]) for row in rows}) > len(known):
+            found.append(name)
+    return found
 
 
 def _case(row: _Row, swept: Sequence[str]) -> str:
     words = [
-        row[name] if name in ("model", "hardware", "policy") else f"{name} {row[name]}" for name in swept
+        row[name] if name in ("model", "hardware", "policy") else f"{name.replace('_', '-')} {row[name]}"
+        for name in swept
     ]
     return ", ".join(words) or row["model"]
 
 
 def _cases(rows: Sequence[_Row]) -> Table:
     swept = _swept(rows)
-    columns = ("case", "fits", "largest micro-batch", "device need", "device", "kept", "layer ms", "why not")
+    columns = ("case", "fits", "largest micro-batch", "device need", "device", "kept", "layer ms")
     body = [
         (
             _case(row, swept),
@@ -154,15 +172,21 @@ def _cases(rows: Sequence[_Row]) -> Table:
             row["largest_micro_batch"],
             size(_number(row, "device_bytes")),
             size(_number(row, "device_available")),
-            row.get("kept_share") or "-",
+            percent(_number(row, "kept_share")),
             number(_number(row, "layer_ms"), 4),
-            row.get("why") or "",
         )
         for row in rows
     ]
-    same = [f"{name} {rows[0][name]}" for name in list(rows[0]) if name not in (*swept, *_NOT_SWEPT)]
-    note = f"The same for all: {', '.join(same[:8])}." if len(rows) > 1 else ""
-    return Table(title="Capacity", columns=columns, rows=body, note=note, text=True)
+    asked = list(rows[0])[: list(rows[0]).index("fits")]
+    same = [
+        f"{name} {rows[0][name]}" for name in asked if len({row[name] for row in rows}) == 1 and rows[0][name]
+    ]
+    notes = [f"The same for all: {', '.join(same)}."] if len(rows) > 1 and same else []
+    why = [f"{_case(row, swept)}: {row['why']}" for row in rows if row.get("why")]
+    notes += (
+        [f"Do not fit: {'; '.join(why[:_TOLD])}{'; and others' if len(why) > _TOLD else ''}."] if why else []
+    )
+    return Table(title="Capacity", columns=columns, rows=body, note=" ".join(notes))
 
 
 def _number(row: _Row, name: str) -> float | None:
@@ -220,5 +244,5 @@ def _bars(
         table=Table(
             title=title, columns=("case", *(f"{_BARS[field][0]}, {unit}" for field in fields)), rows=rows
         ),
-        height=130 + (24 if len(fields) == 1 else 36) * len(found),
+        height=130 + (30 if len(fields) == 1 else 38) * len(found),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lrmoe.errors import ConfigError
 from lrmoe.report import (
+    ablate,
     headline,
     matrix,
     matrix_plots,
@@ -27,6 +28,7 @@ from lrmoe.report.heat import heat
 from lrmoe.report.memory import memory
 from lrmoe.report.plot import Plot
 from lrmoe.report.tables import Table
+from lrmoe.report.targets import targets
 
 TRAINED = ("compare", "train")
 
@@ -71,9 +73,14 @@ KINDS: Mapping[str, Kind] = {
     "matrix": Kind(
         verdict=matrix.verdict, tables=matrix.tables, plots=matrix_plots.plots, method=matrix.method
     ),
+    "ablate": Kind(verdict=ablate.verdict, tables=ablate.tables, plots=ablate.plots, method=ablate.method),
     "plan": Kind(verdict=plan.verdict, tables=plan.tables, plots=plan.plots, method=plan.method),
     "headline": Kind(
-        verdict=headline.verdict, tables=headline.tables, plots=headline.plots, method=headline.method
+        verdict=headline.verdict,
+        tables=headline.tables,
+        plots=headline.plots,
+        method=headline.method,
+        fairness=tables.fairness,
     ),
 }
 
@@ -115,10 +122,15 @@ def _summarised(run: Run, anchor: str) -> Section:
         headline=first,
         further=others,
         plots=kind.plots(run),
-        fairness=kind.fairness(run) if kind.fairness is not None else None,
+        fairness=_fairness(kind, run),
         method=kind.method(run),
         details=_with_rows(tables.environment(run)),
     )
+
+
+def _fairness(kind: Kind, run: Run) -> Table | None:
+    table = kind.fairness(run) if kind.fairness is not None else None
+    return table if table is not None and table.rows else None
 
 
 def _trained(run: Run, anchor: str) -> Section:
@@ -133,11 +145,16 @@ def _trained(run: Run, anchor: str) -> Section:
         verdict=words.verdict(run),
         tiles=words.tiles(run),
         headline=tables.headline(run),
+        further=[targets(run)] if _several_targets(run) else (),
         plots=plots(run),
         fairness=fairness if fairness.rows else None,
         method=words.method(run),
         details=_with_rows(*details),
     )
+
+
+def _several_targets(run: Run) -> bool:
+    return all(len(system.figures.get("to_target", ())) > 1 for system in run.systems)
 
 
 def plots(run: Run) -> list[Plot]:
@@ -215,7 +232,7 @@ def _side_by_side(left: Run, right: Run) -> list[Section]:
     table = side.table(left, right, titles)
     both = Section(
         anchor="pair",
-        kicker=f"lrmoe report, two of `lrmoe {left.kind}`",
+        kicker=f"lrmoe report, two of lrmoe {left.kind}",
         title=" and ".join(titles),
         verdict=side.verdict(left, right, titles),
         headline=table,

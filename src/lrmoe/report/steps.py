@@ -8,6 +8,7 @@ from typing import Any
 
 from lrmoe.report.data import LayerRows, LayerSteps, Memory, Series, SystemRun
 from lrmoe.report.files import Line
+from lrmoe.report.memory import ALL_LAYERS
 from lrmoe.report.names import own, readable, styles
 from lrmoe.sizes import parse_size
 
@@ -159,7 +160,7 @@ def _model_memory(found: Mapping[str, Any]) -> Memory | None:
         stacks={kind: parts for kind, parts in stacks.items() if any(parts.values())},
         budget=found["layer_budget"] if call else found.get("memory_budget"),
         budget_name="layer budget" if call else "memory budget",
-        what="one layer call" if call else "all MoE layers",
+        what="one layer call" if call else ALL_LAYERS,
     )
 
 

@@ -312,4 +312,6 @@ def plain(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(plain(inner) for inner in value)
     return number(value, 6) if isinstance(value, float) else str(value)

@@ -12,6 +12,7 @@ from typing import Any
 from lrmoe.checkpoint import gathered
 from lrmoe.errors import require_extra
 from lrmoe.telemetry import figure
+from lrmoe.telemetry.figures import environment
 from lrmoe.telemetry.layers import layer_histograms
 from lrmoe.telemetry.live import Reporter, TensorBoard, WandB
 from lrmoe.training.config import TrainConfig
@@ -160,6 +161,7 @@ def _summary(trainer: Trainer) -> dict[str, Any]:
         "steps_skipped": trainer.steps_skipped,
         **trainer.totals.summary(),
         "checkpoints": [str(path) for path in sorted(checkpoint_root(trainer).glob("step-*"))],
+        "context": environment(),
     }
 
 

@@ -23,7 +23,7 @@
     const columns = Math.max(1, Math.floor(width / (7.2 * longest + 58)));
     return 24 + 20 * Math.max(1, Math.ceil(names.length / columns)) + (budget ? 18 : 0);
   };
-  const layout = (given, data, width, paper) => {
+  const layout = (given, data, width) => {
     const axes = { xaxis: {}, yaxis: {} };
     for (const key of Object.keys(given)) if (/^[xy]axis\d*$/.test(key)) axes[key] = given[key];
     for (const key of Object.keys(axes)) axes[key] = axis(axes[key]);
@@ -34,11 +34,17 @@
       margin: { l: 8, r: 12, t: legendRoom(data, width, above), b: 8 },
       legend: { orientation: "h", x: 0, y: 1, xanchor: "left", yanchor: "top", yref: "container", traceorder: "normal" },
       hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--rule)", font: { color: "var(--ink)" } },
-      ...(paper ? { width } : {}), ...given, ...axes,
+      width, ...given, ...axes,
     };
   };
-  // Names beside bars break on a phone, where they would take half of the width.
-  const broken = (value) => (Array.isArray(value) ? value.map(broken) : String(value).replace(/[-,] ?(?=\S{3})/g, "$&<br>"));
+  // Names beside bars break once on a phone, near their middle: they would take half of the width.
+  const broken = (value) => {
+    if (Array.isArray(value)) return value.map(broken);
+    const text = String(value), places = [...text.matchAll(/[-,] ?(?=\S{3})| (?=\S)/g)].map((found) => found.index + found[0].length);
+    if (text.length < 12 || !places.length) return text;
+    const at = places.reduce((best, place) => (Math.abs(place - text.length / 2) < Math.abs(best - text.length / 2) ? place : best));
+    return `${text.slice(0, at)}<br>${text.slice(at)}`;
+  };
   const fitted = (data, width) => (width >= 480 ? data
     : data.map((trace) => (trace.orientation === "h" ? { ...trace, y: broken(trace.y) } : trace)));
   const PAPER = 680; // pixels that fit a page of paper
@@ -46,10 +52,10 @@
   const drawn = (id) => {
     const plot = described[id], style = getComputedStyle(root), shown = document.getElementById(id);
     const width = paper ? Math.min(PAPER, shown.clientWidth) : shown.clientWidth;
-    const given = layout(plot.layout, plot.data, width, paper);
+    const given = layout(plot.layout, plot.data, width);
     shown.style.height = `${Number(shown.dataset.height) + Math.max(0, given.margin.t - 64)}px`;
     return Plotly.react(shown, resolve(fitted(plot.data, width), style), resolve(given, style),
-      { responsive: !paper, displaylogo: false, displayModeBar: false });
+      { responsive: false, displaylogo: false, displayModeBar: false });
   };
   const draw = () => Promise.all(Object.keys(described).map(drawn));
 
@@ -92,11 +98,20 @@
     show(form);
   }
 
+  // Legends wrap and names break by width: a new width is a new drawing, once the window stands still.
+  let width = root.clientWidth, waiting;
+  addEventListener("resize", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => { if (width !== root.clientWidth && !paper) { width = root.clientWidth; draw(); } }, 120);
+  });
   const onPaper = (yes) => { if (paper !== yes) { paper = yes; draw(); } };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   matchMedia("print").addEventListener("change", (query) => onPaper(query.matches));
   addEventListener("beforeprint", () => onPaper(true));
   addEventListener("afterprint", () => onPaper(false));
   paper = matchMedia("print").matches;
-  draw().then(() => { root.dataset.drawn = "yes"; });
+  draw().then(() => {
+    document.getElementById("js-plotly-tester")?.setAttribute("aria-hidden", "true"); // where Plotly measures text
+    root.dataset.drawn = "yes";
+  });
 })();
