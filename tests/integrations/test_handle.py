@@ -455,3 +455,17 @@ def test_a_state_that_does_not_fit_changes_nothing(change: object):
     with pytest.raises(CheckpointError, match="does not fit"):
         handle.load_state_dict(broken)
     assert handle.state_dict() == before
+
+
+def test_the_summary_tells_how_much_could_be_dropped():
+    model = make_model("qwen3")
+    handle = lrmoe_hf.enable(model, LRMoEConfig(warmup_steps=1, drop="auto", max_added_variance=0.05))
+    for _ in range(4):
+        run(model, make_tokens())
+        handle.step()
+    summary = handle.summary()
+    assert summary["drop_reasons"]["warmup"] == len(handle.layers)
+    assert summary["control"]["variance_predicted"] <= 0.06
+    assert 0 < summary["control"]["auto_time"] < 1
+    assert "calls" not in summary["control"]
+    assert "backward keeps at least 70%" in describe(handle.config, 1, 1)

@@ -30,6 +30,7 @@ class Totals:
         self._calls = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._observed: dict[str, float] = defaultdict(float)
+        self._control: dict[str, float] = defaultdict(float)
         self._reasons: dict[str, int] = defaultdict(int)
         self._buffer_peak = 0
 
@@ -37,8 +38,8 @@ class Totals:
         """An independent copy."""
         other = Totals()
         other._calls, other._buffer_peak = self._calls, self._buffer_peak
-        for mine, theirs in ((self._sums, other._sums), (self._observed, other._observed)):
-            theirs.update(mine)
+        for name in ("_sums", "_observed", "_control"):
+            getattr(other, name).update(getattr(self, name))
         other._reasons.update(self._reasons)
         return other
 
@@ -55,6 +56,10 @@ class Totals:
                 self._observed["energy"] += record.energy
             for name, value in record.observed.items():
                 self._observed[name] += value
+            if record.control:
+                self._control["calls"] += 1
+            for name, value in record.control.items():
+                self._control[name] += value
             self._reasons[record.drop_reason] += 1
             self._buffer_peak = max(self._buffer_peak, record.buffer_peak_bytes)
 
@@ -71,6 +76,9 @@ class Totals:
         found["wire_bytes_row_per_pair"] = int(self._sums["wire_bytes_row_per_pair"])
         found["buffer_peak_bytes"] = self._buffer_peak
         found["nonfinite_scores"] = int(self._sums["nonfinite_scores"])
+        if self._control:
+            calls = self._control["calls"]
+            found["control"] = {name: v / calls for name, v in self._control.items() if name != "calls"}
         if self._observed:
             found["observed"] = self._savings()
         return found
