@@ -1,9 +1,10 @@
 """The headline: time to the same loss against every system, from nothing to figures, resumable everywhere.
 
     start checkpoints -> trajectories (exact, and one for each pruning system) -> stage -> figures
+                      -> ablation of rules for the kept set                             /
 
-Everything lies in one folder: `trajectories/`, `stage.jsonl`, `headline.json` (rows and how they came about),
-`headline.jsonl` (figures), `rows.csv`. What is there is not made again.
+Everything lies in one folder: `trajectories/`, `stage.jsonl`, `ablate/`, `headline.json` (rows and how they came
+about), `headline.jsonl` (figures), `rows.csv`. What is there is not made again.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lrmoe.experiments import stage, stage_lines
+from lrmoe.experiments.ablate import ablate
+from lrmoe.experiments.ablate_command import lines
+from lrmoe.experiments.ablate_rules import Ablation, get_preset, with_seeds
 from lrmoe.experiments.cost import LINK_RULE
 from lrmoe.experiments.fairness import EXECUTES, TRAINS, fairness
 from lrmoe.experiments.headline_jobs import EXACT
@@ -53,6 +57,7 @@ class Headline:
         systems: in every combination. others: exact systems, in the first combination of each model only.
         regime: how trajectories are trained. target_loss, steps: instead of the regime's.
         size: of executed layers.
+        ablated_seeds: of the ablation beside it; none: no ablation.
         command: that makes it.
     """
 
@@ -66,6 +71,7 @@ class Headline:
     target_loss: float | None = None
     steps: int | None = None
     size: StageSize = field(default_factory=StageSize)
+    ablated_seeds: tuple[int, ...] = (0, 1, 2)
     command: str = "make headline"
 
     @property
@@ -102,6 +108,7 @@ QUICK = Headline(
     seeds=(0,),
     systems=("megatron", "symi", "ultraep", "lrmoe-sampled50"),
     others=(),
+    ablated_seeds=(),
     command="make headline-quick",
 )
 
@@ -122,7 +129,18 @@ def run(headline: Headline, *, workers: int | None = None, say: Say = to_stderr)
     layers = len(_some(headline).layers)
     steps = stage.run(staged, layers)
     say(f"stage: {steps} steps executed" if steps else "stage: done before")
-    return finish(headline, staged)
+    summary = finish(headline, staged)
+    if headline.ablated_seeds:
+        summary["figures"] += ablated(headline, workers)
+        _write_lines(headline.folder / "headline.jsonl", summary["figures"])
+    return summary
+
+
+def ablated(headline: Headline, workers: int | None) -> list[dict[str, Any]]:
+    """Figures of the rules for the kept set, in all regimes, on the first model; what is finished is not run again."""
+    parts = with_seeds(get_preset("full"), headline.ablated_seeds)
+    rules = Ablation(parts=parts, model=headline.models[0], folder=headline.folder / "ablate")
+    return [json.loads(line) for line in lines(ablate(rules, workers=workers))]
 
 
 def train(headline: Headline, *, workers: int | None = None, say: Say = to_stderr) -> None:
@@ -210,14 +228,11 @@ def finish(headline: Headline, staged: Stage) -> dict[str, Any]:
         "rows": [row.as_dict() for row in rows],
         "context": environment(),
     }
-    lines = figures(rows, headline.regime, **about)
+    found = figures(rows, headline.regime, **about)
     _write(headline.folder / "headline.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    _write(
-        headline.folder / "headline.jsonl",
-        "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines),
-    )
+    _write_lines(headline.folder / "headline.jsonl", found)
     _write_csv(headline.folder / "rows.csv", rows)
-    return {**summary, "figures": lines}
+    return {**summary, "figures": found}
 
 
 def _outcomes(headline: Headline) -> Iterator[Outcome]:
@@ -246,6 +261,10 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_suffix(path.suffix + ".part")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def _write_lines(path: Path, found: Sequence[dict[str, Any]]) -> None:
+    _write(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in found))
 
 
 def _write_csv(path: Path, rows: list[Row]) -> None:
