@@ -42,12 +42,10 @@ class Memo:
 
     Attributes:
         asked: whether a recompute may come. kept: the set that forward fixed, where one may.
-        learned: whether the call's scores have taught the planner.
     """
 
     asked: bool = False
     kept: KeptSet | None = None
-    learned: bool = False
 
 
 @dataclass(kw_only=True, eq=False)

@@ -125,9 +125,8 @@ def _tensor(array: NDArray[np.generic], like: Tensor) -> Tensor:
 
 def _learn(call: Call, rows: Candidates) -> None:
     """Teach the planner how scores are spread: at the home of each expert, or where pairs are chosen locally."""
-    if call.open_call.repeated or call.memo.learned:
+    if call.open_call.repeated:
         return
-    call.memo.learned = True
     call.controller.learn(rows.score_M, rows.counts_L)
 
 
