@@ -77,8 +77,8 @@ class Totals:
         found["buffer_peak_bytes"] = self._buffer_peak
         found["nonfinite_scores"] = int(self._sums["nonfinite_scores"])
         if self._control:
-            calls = self._control["calls"]
-            found["control"] = {name: v / calls for name, v in self._control.items() if name != "calls"}
+            governed = self._control["calls"]
+            found["control"] = {name: v / governed for name, v in self._control.items() if name != "calls"}
         if self._observed:
             found["observed"] = self._savings()
         return found
