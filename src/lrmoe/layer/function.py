@@ -52,43 +52,25 @@ class MoEFunction(torch.autograd.Function):
             torch.autocast(grad_TH.device.type, enabled=False),
             scratch.fresh(call.budget.binds, call.open_call.ledger.follow),
         ):
-            g_TH = call.cast(grad_TH)
-            grads = walk_backward(
-                call,
-                Walked(
-                    out_TH=grad_TH,
-                    place_N=place,
-                    x=x,
-                    index_M=index,
-                    h_M2I=h,
-                    phi_norm_N=norm,
-                    y_NH=y,
-                    weight_N=weight,
-                    kept_RQ=ctx.kept_RQ,
-                ),
-                g_TH,
-                call.cast(again) if call.carries else None,
-                alpha_TK,
-                order_N,
-                gate_up,
-                down,
-                wanted,
-            )
+            walked = Walked(
+                out_TH=grad_TH, place_N=place, x=x, index_M=index, h_M2I=h, phi_norm_N=norm, y_NH=y, weight_N=weight,
+                kept_RQ=ctx.kept_RQ,
+            )  # fmt: skip
+            g_TH, rest = call.cast(grad_TH), (alpha_TK, order_N, gate_up, down, wanted)
+            grads = walk_backward(call, walked, g_TH, call.cast(again) if call.carries else None, *rest)
             if is_checked(call) and not call.open_call.repeated:
-                x_TH = again.to(call.compute_dtype)
-                check_gradients(call, grads, g_TH, x_TH, alpha_TK, order_N, gate_up, down, wanted)
-            del g_TH
+                check_gradients(call, grads, g_TH, again.to(call.compute_dtype), *rest)
+            del g_TH, walked
         call.budget.end()
         if call.moment is not None and not call.open_call.repeated:
             call.open_call.finished = True
             call.telemetry.add(call.open_call)
         found = [grads.x_TH, grads.alpha_TK, grads.gate_up, grads.down]
         del grads
-        for place, dtype in enumerate(
-            ctx.dtypes
-        ):  # one after the other: the wider one goes before the next is cast
-            grad = found[place]
-            found[place] = None if grad is None else grad.to(dtype)
+        # One after the other: the wider one goes before the next is cast.
+        for at, dtype in enumerate(ctx.dtypes):
+            grad = found[at]
+            found[at] = None if grad is None else grad.to(dtype)
             del grad
         return (None, None, *found)
 
