@@ -10,6 +10,7 @@ import pytest
 
 from lrmoe.telemetry import CallRecord
 from lrmoe.training.metrics import MetricsWriter, Progress, StepMetrics
+from lrmoe.training.records import _decode, _encode
 
 
 def record(layer: int = 0, *, kept: int = 70, **changes: object) -> CallRecord:
@@ -148,3 +149,14 @@ def test_reporters_get_the_line_and_histograms_and_are_closed(tmp_path: Path) ->
     ]
     assert seen.closed == 1
     assert "counts_E" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_records_of_other_ranks_keep_their_own_memory() -> None:
+    own = record(0)
+    other = record(
+        0, peak_predicted=11, peak_measured=7, mem={"stash": 5}, mem_predicted={"stash": 6, "outputs": 2}
+    )
+    found = _decode(own, _encode(other, []), [])
+    assert (found.peak_predicted, found.peak_measured) == (11, 7)
+    assert (found.mem["stash"], found.mem_predicted["stash"], found.mem_predicted["outputs"]) == (5, 6, 2)
+    assert isinstance(found.mem_predicted["stash"], int)
