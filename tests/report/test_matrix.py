@@ -189,6 +189,8 @@ def test_the_page_shows_them(run: Run) -> None:
     page = html.render([run])
     for text in ("Time to loss", "Steps against time", "Every seed", "0.479 +- 0.15", "Fairness"):
         assert text in page
+    assert "lrmoe compare" in page
+    assert "lrmoe matrix" not in page, "no command is called so"
 
 
 def test_its_figures_have_the_names_and_values_of_the_command(run: Run) -> None:

@@ -31,6 +31,7 @@ from lrmoe.report.tables import Table
 from lrmoe.report.targets import targets
 
 TRAINED = ("compare", "train")
+_COMMANDS = {"matrix": "compare"}  # kinds that are not called as their command is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ def _summarised(run: Run, anchor: str) -> Section:
     first, *others = kind.tables(run)
     return Section(
         anchor=anchor,
-        kicker=f"lrmoe {run.kind}",
+        kicker=f"lrmoe {_COMMANDS.get(run.kind, run.kind)}",
         title=run.name,
         verdict=kind.verdict(run),
         headline=first,
@@ -232,7 +233,7 @@ def _side_by_side(left: Run, right: Run) -> list[Section]:
     table = side.table(left, right, titles)
     both = Section(
         anchor="pair",
-        kicker=f"lrmoe report, two of lrmoe {left.kind}",
+        kicker=f"lrmoe report, two of lrmoe {_COMMANDS.get(left.kind, left.kind)}",
         title=" and ".join(titles),
         verdict=side.verdict(left, right, titles),
         headline=table,
