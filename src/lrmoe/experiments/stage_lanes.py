@@ -22,7 +22,7 @@ from lrmoe.experiments.stage_inputs import Routed, Rows, StageSize
 from lrmoe.experiments.stores import Residents
 from lrmoe.experiments.systems import System, get_system
 from lrmoe.layer import MoELayer, StepClock
-from lrmoe.layer.announce import make_problem
+from lrmoe.layer.asking import make_problem
 from lrmoe.planning import ExpertShape, Topology, get_policy
 from lrmoe.planning.policies import Policy
 from lrmoe.planning.problem import IntArray

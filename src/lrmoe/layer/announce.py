@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -17,20 +17,19 @@ from torch import Tensor
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm, Header, HeaderTable
 from lrmoe.distributed.header import MEANING, Fault
-from lrmoe.errors import ConfigError, InputError, PlanError, RankError
-from lrmoe.layer.agree import agreed_plan
+from lrmoe.errors import ConfigError, InputError, RankError
+from lrmoe.layer.asking import CallPlanner
 from lrmoe.layer.budget import CallBudget, budget_limits, device_bytes
 from lrmoe.layer.controller import Controller, Moment
-from lrmoe.layer.drops import Chosen
 from lrmoe.layer.experts import BLOCK_ROWS
 from lrmoe.layer.inputs import Inputs
 from lrmoe.layer.past import PastCalls
 from lrmoe.layer.routing import sort_pairs
 from lrmoe.layer.timing import Timing
-from lrmoe.planning import ExpertShape, LayerPlan, Problem, Topology, get_policy, policy_info
+from lrmoe.planning import ExpertShape, LayerPlan, Topology, get_policy, policy_info
 from lrmoe.planning.call_memory import CallSizes
 from lrmoe.planning.policies import Policy, UserPolicy
-from lrmoe.planning.problem import History, IntArray
+from lrmoe.planning.problem import IntArray
 from lrmoe.planning.rates import Sizes, agreed, copy_price, device_code
 from lrmoe.planning.score_bins import ScoreHistory
 from lrmoe.planning.seats import Seats, seats_of
@@ -40,7 +39,6 @@ from lrmoe.telemetry.record import OpenCall
 _OF_WEIGHTS = 4 | 8  # bits of gradient_bits
 _UNDER_NO_GRAD = 16  # unknown yet: a reentrant checkpoint runs its first forward without gradients
 _CHECKPOINTED = 32  # beside the others: a non-reentrant checkpoint lets go of what the forward keeps
-_MOVE_ROWS = 1 / 3  # a pair that moves repeats its first projection: 4 of the 12 H I products of its backward
 _DTYPE_CODES = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
 
@@ -85,6 +83,9 @@ class Announcer:
             )
         self._past = PastCalls(config.policy)
         self._timing = Timing(controller.drops)
+        self._planner = CallPlanner(
+            config=config, comm=comm, topology=topology, controller=controller, policy=self._policy
+        )
         self._homes = homes
         self._met = False
         self._device, self._hosts = 0, 1  # of all ranks, from the first call on
@@ -137,7 +138,8 @@ class Announcer:
             self._controller.prices = self._prices(moment, gradients, compute_dtype, drop)
             budget = self._budget(inputs, moment, gradients, compute_dtype, weight_bytes, tokens_R)
             budget.checkpointed |= checkpointed
-            chosen = self._choose(counts_RE, drop, scores, budget, inputs.x_TH.device)
+            history = self._past.history()
+            chosen = self._planner.choose(counts_RE, drop, scores, budget, history, inputs.x_TH.device)
             plan = chosen.plan
             if moment is not None:
                 self._past.add(plan)
@@ -151,59 +153,6 @@ class Announcer:
         seats = seats_of(plan, homes=self._homes)
         planned = Planned(plan=plan, seats=seats, budget=budget, moment=moment, open_call=open_call)
         return planned, order
-
-    def _choose(
-        self,
-        counts_RE: IntArray,
-        max_drop: float,
-        scores: ScoreHistory | None,
-        budget: CallBudget,
-        device: torch.device,
-    ) -> Chosen:
-        """The call's plan, within the drop limits where they are in force."""
-        problem = make_problem(
-            self._config,
-            counts_RE,
-            self._topology,
-            max_drop,
-            scores,
-            prices=self._controller.prices,
-            history=self._past.history(),
-        )
-        adapts = self._policy is get_policy("lrmoe")
-        drops = self._controller.drops
-
-        def plan_at(drop: float) -> LayerPlan:
-            same = drop == problem.max_drop
-            return budget.plan(
-                problem if same else replace(problem, max_drop=drop), self._policy, adapts=adapts
-            )
-
-        def choose() -> Chosen:
-            if max_drop > 0 and drops.active:
-                return drops.choose(plan_at, scores)
-            return Chosen(plan=plan_at(max_drop), predicted=None, told={})
-
-        if not isinstance(self._policy, UserPolicy):
-            return self._checked(choose())
-        found: list[Chosen] = []
-
-        def make() -> LayerPlan:
-            found.append(choose())
-            return found[-1].plan
-
-        who = f"policy={self._policy.name!r}, layer {self._controller.layer}"
-        plan = agreed_plan(self._comm, device, who, make)
-        return self._checked(replace(found[-1], plan=plan))
-
-    def _checked(self, chosen: Chosen) -> Chosen:
-        overflow_RE = chosen.plan.overflow_RE
-        if overflow_RE is not None and overflow_RE.any():
-            raise PlanError(
-                f"policy={self._config.policy!r} leaves {int(overflow_RE.sum())} pairs out of the forward "
-                "(capacity drop): the runtime computes every pair; valid: a policy without a capacity factor"
-            )
-        return chosen
 
     def _budget(
         self,
@@ -356,39 +305,6 @@ class Announcer:
             replicas_R=plan.replicas_R.tolist(),
             counts_RE=plan.counts_RE,
         )
-
-
-def make_problem(
-    config: LRMoEConfig,
-    counts_RE: IntArray,
-    topology: Topology,
-    max_drop: float,
-    scores: ScoreHistory | None,
-    *,
-    prices: tuple[float, float] = (0.0, 0.0),
-    history: History | None = None,
-) -> Problem:
-    """The planning problem of a call. Score history serves `sampled` only: its optimum is one sampling constant.
-
-    Args:
-        scores: of past calls. prices: of a copy and of a crossing row, in rows of compute.
-    """
-    known = scores if config.estimator == "sampled" else None
-    return Problem(
-        counts_RE=counts_RE,
-        topology=topology,
-        slots=min(config.replica_slots, topology.experts - topology.experts_per_rank),
-        copy_rows=prices[0],
-        cross_rows=prices[1],
-        move_rows=0.0 if config.recompute else _MOVE_ROWS,
-        history=history,
-        max_drop=max_drop,
-        drop="always" if config.drop == "auto" else config.drop,
-        min_keep=config.min_keep,
-        peak_target=config.peak_target,
-        score_mean_E=None if known is None else known.mean_E,
-        score_bins=None if known is None else known.bins_EB2,
-    )
 
 
 def gradient_bits(inputs: Inputs, gate_up: Tensor, down: Tensor) -> int:

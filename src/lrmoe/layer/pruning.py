@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lrmoe.layer.announce import make_problem
+from lrmoe.layer.asking import make_problem
 from lrmoe.layer.call import Call
 from lrmoe.layer.randomness import UNIT_BITS
 from lrmoe.layer.routing import Layout
