@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import time
@@ -205,7 +206,9 @@ def _done(job: Job, report: Callable[[int], None]) -> tuple[str, Any]:
 
         torch.set_num_threads(1)
         module, _, name = job.target.partition(":")
-        getattr(importlib.import_module(module), name)(*job.args, report)
+        # What a run says of itself would cross the display.
+        with contextlib.redirect_stderr(io.StringIO()):
+            getattr(importlib.import_module(module), name)(*job.args, report)
     except BrokenPipeError:
         raise
     except Exception:
