@@ -88,7 +88,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "glm4-moe-micro": Preset(
         model_type="glm4_moe",
-        about="GLM-4.5 (one dense layer, 2 MoE layers, a shared expert), 32 experts, top-4, 1.9 M parameters, byte level",
+        about="GLM-4.5 (1 dense layer, 2 MoE layers, a shared expert), 32 experts, top-4, 1.9 M parameters, byte level",
         fields={**_BYTE_LEVEL, **_MICRO, "num_hidden_layers": 3, "n_routed_experts": 32, **_GLM},
     ),
 }
