@@ -86,7 +86,7 @@ def test_sums_without_bins_know_the_means_only() -> None:
 def test_the_constant_keeps_the_total(seed: int, experts: int, share: float) -> None:
     rng = np.random.default_rng(seed)
     pairs = rng.integers(0, 50, (experts, 3)).astype(float)
-    cells = Cells(pairs_EB=pairs, weight_EB=pairs * rng.lognormal(0, 2, pairs.shape))
+    cells = Cells(pairs_BE=pairs, weight_BE=pairs * rng.lognormal(0, 2, pairs.shape))
     total = share * pairs.sum()
     assert cells.kept(cells.constant(total)).sum() == pytest.approx(total, rel=1e-9)
 
@@ -105,16 +105,16 @@ def test_on_one_rank_every_pair_has_one_constant(seed: int, experts: int, drop: 
     assert found <= 1.02 * best + 1e-3 * float((together**2).sum())
 
 
-def cell_loss(cells: Cells, kept_EB: np.ndarray) -> float:
-    used = cells.pairs_EB > 0
-    return float((cells.weight_EB[used] ** 2 / np.maximum(kept_EB[used], 1e-9)).sum())
+def cell_loss(cells: Cells, kept_BE: np.ndarray) -> float:
+    used = cells.pairs_BE > 0
+    return float((cells.weight_BE[used] ** 2 / np.maximum(kept_BE[used], 1e-9)).sum())
 
 
 def best_cells(problem: Problem, cells: Cells, share_RE: np.ndarray, peak: int) -> float:
     """Least sum of S^2 / q over the cells under the ranks' loads and the drop, by SciPy."""
-    used = (cells.pairs_EB > 0).reshape(-1)
-    pairs, weight = cells.pairs_EB.reshape(-1)[used], cells.weight_EB.reshape(-1)[used]
-    rows = np.repeat(share_RE, cells.pairs_EB.shape[1], axis=1)[:, used]
+    used = (cells.pairs_BE > 0).reshape(-1)
+    pairs, weight = cells.pairs_BE.reshape(-1)[used], cells.weight_BE.reshape(-1)[used]
+    rows = np.tile(share_RE, (1, cells.pairs_BE.shape[0]))[:, used]
     scale = float((weight**2 / pairs).sum())
     found = minimize(
         lambda q: (weight**2 / q).sum() / scale,
@@ -137,7 +137,7 @@ def loss_of(cells: Cells, quota_E: np.ndarray) -> float:
     total = 0.0
     for e, quota in enumerate(quota_E.tolist()):
         own = cells.part(slice(e, e + 1))
-        scaled = np.minimum(own.pairs_EB, own.constant(float(quota)) * own.weight_EB)
+        scaled = np.minimum(own.pairs_BE, own.constant(float(quota)) * own.weight_BE)
         total += cell_loss(own, scaled)
     return total
 

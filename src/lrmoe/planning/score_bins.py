@@ -71,41 +71,45 @@ class Cells:
     """An expert's pairs in groups of about equal score: what one sampling constant keeps of them.
 
     Attributes:
-        pairs_EB: float64 (E, B), pairs. weight_EB: float64 (E, B), their sum of scores (any common unit).
+        pairs_BE: float64 (B, E), pairs. weight_BE: float64 (B, E), their sum of scores (any common unit).
     """
 
-    pairs_EB: FloatArray
-    weight_EB: FloatArray
+    pairs_BE: FloatArray
+    weight_BE: FloatArray
 
     @classmethod
     def of(cls, problem: Problem) -> Cells:
         """Cells of a call by what history knows; without any one cell per expert and equal scores."""
         counts_E = problem.counts_E.astype(np.float64)
         if problem.score_mean_E is None:
-            return cls(pairs_EB=counts_E[:, None], weight_EB=counts_E[:, None])
+            return cls(pairs_BE=counts_E[None], weight_BE=counts_E[None])
         mean_E = np.asarray(problem.score_mean_E, dtype=np.float64)
         known = np.isfinite(mean_E) & (mean_E > 0)
         if not known.any():
-            return cls(pairs_EB=counts_E[:, None], weight_EB=counts_E[:, None])
+            return cls(pairs_BE=counts_E[None], weight_BE=counts_E[None])
         weight_E = counts_E * np.where(known, mean_E, mean_E[known].mean())
-        bins = problem.score_bins
-        if bins is None:
-            return cls(pairs_EB=counts_E[:, None], weight_EB=weight_E[:, None])
-        pairs_EB = counts_E[:, None] * bins[:, :, 0]
-        return cls(pairs_EB=pairs_EB, weight_EB=weight_E[:, None] * bins[:, :, 0] * bins[:, :, 1])
+        if problem.score_bins is None:
+            return cls(pairs_BE=counts_E[None], weight_BE=weight_E[None])
+        share_BE, inside_BE = problem.score_bins.transpose(2, 1, 0)
+        return cls(
+            pairs_BE=np.ascontiguousarray(counts_E * share_BE),
+            weight_BE=np.ascontiguousarray(weight_E * share_BE * inside_BE),
+        )
 
     def part(self, experts: slice) -> Cells:
         """Of some experts."""
-        return Cells(pairs_EB=self.pairs_EB[experts], weight_EB=self.weight_EB[experts])
+        return Cells(pairs_BE=self.pairs_BE[:, experts], weight_BE=self.weight_BE[:, experts])
 
     def kept(self, constant_E: FloatArray | float) -> FloatArray:
         """Pairs that constants keep, float64 (E,): min(pairs, constant * weight) in every cell."""
-        scaled = self.weight_EB * np.reshape(constant_E, (-1, 1))
-        return np.minimum(self.pairs_EB, scaled).sum(axis=1)
+        scaled_BE = self.weight_BE * constant_E
+        np.minimum(self.pairs_BE, scaled_BE, out=scaled_BE)
+        kept_E: FloatArray = scaled_BE.sum(axis=0)
+        return kept_E
 
     def constant(self, total: float) -> float:
         """The one constant that keeps `total` pairs; large where that is all of them."""
-        weight, pairs = self.weight_EB.reshape(-1), self.pairs_EB.reshape(-1)
+        weight, pairs = self.weight_BE.reshape(-1), self.pairs_BE.reshape(-1)
         used = (weight > 0) & (pairs > 0)
         weight, pairs = weight[used], pairs[used]
         if not weight.size:
