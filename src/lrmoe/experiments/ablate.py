@@ -29,7 +29,7 @@ from lrmoe.experiments.trajectory import Trajectory, TrajectoryJob, run_trajecto
 from lrmoe.experiments.workers import Job, run_jobs
 from lrmoe.experiments.workers_display import Display
 from lrmoe.telemetry.figures import environment
-from lrmoe.training.config import LoopConfig, ModelConfig, TrainConfig, read_toml
+from lrmoe.training.config import ModelConfig, TrainConfig, read_toml
 
 KIND, CELLS, ROWS = "ablate", "cells", "rows.csv"
 _HERE = "lrmoe.experiments.ablate"
@@ -118,7 +118,6 @@ def _prepare(ablation: Ablation, overwrite: bool) -> None:
     folder, path = ablation.folder, ablation.folder / "config.toml"
     check_free(folder, own=("summary.json", "report.html"), replaceable=True, overwrite=overwrite, kind=KIND)
     mine = _config(ablation)
-    LoopConfig(steps=1 if ablation.steps is None else ablation.steps, router_aux_loss=ablation.aux)
     if overwrite:
         shutil.rmtree(folder / CELLS, ignore_errors=True)
     elif path.exists() and (found := read_toml(path).get(KIND)) != mine:

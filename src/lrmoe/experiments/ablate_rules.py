@@ -18,7 +18,8 @@ from typing import Any
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError
-from lrmoe.experiments.regimes import get_regime
+from lrmoe.experiments.regimes import CACHE, get_regime
+from lrmoe.training.config import LoopConfig
 
 QUOTA_RULES = ("variance", "count")
 
@@ -125,6 +126,9 @@ class Ablation:
         parts: in their order; a regime may come twice. model: a preset, a directory or a Hub name.
         aux: coefficient of the load-balancing loss. steps: instead of the regimes'.
         folder: of the run. cache: of start checkpoints.
+
+    Raises:
+        ConfigError: `aux` or `steps` is out of range.
     """
 
     parts: tuple[Part, ...]
@@ -132,7 +136,12 @@ class Ablation:
     aux: float = 0.0
     steps: int | None = None
     folder: Path = Path("runs") / "ablate"
-    cache: Path = Path("runs") / "cache"
+    cache: Path = CACHE
+
+    def __post_init__(self) -> None:
+        LoopConfig(
+            steps=1 if self.steps is None else self.steps, router_aux_loss=self.aux
+        )  # which checks both
 
     def cells(self) -> Iterator[Cell]:
         """All runs, each once: with nothing dropped first, then seed by seed, so that rules fill up evenly."""
