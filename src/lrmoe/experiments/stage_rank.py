@@ -84,7 +84,8 @@ class Scene:
                 result = actor.run(step.number, layer, routed, rows, self._weights[layer])
                 if actor.exact and not actor.balanced:
                     results.append((name, result))
-            _agree(results, self._block, step.number, layer)
+            if step.balanced:  # not at every step: comparing takes a tenth of a call
+                _agree(results, self._block, step.number, layer)
         for name in (*step.systems, *(self._references if step.balanced else ())):
             actor = self._references.get(name) or self._actors[name]
             records = gather_records(actor.end_step(), dist.group.WORLD, torch.device("cpu"))
