@@ -25,6 +25,7 @@ from lrmoe.planning.quotas import cut_ranks, overload_goal
 from lrmoe.planning.score_bins import Cells
 
 _ROUNDS = 16
+_LEAST_DRAWN = 0.45
 _CLOSE = 2e-3  # relative distance of a rank's load from its target at which prices stand
 
 
@@ -181,6 +182,8 @@ def _priced(places: _Places, pairs_J: IntArray, keep_R: IntArray) -> FloatArray:
     share_J = pairs_J / np.maximum(high, 1.0)[expert_J]
     cells, target = Cells.of(problem), np.maximum(keep_R, 1).astype(np.float64)
     constant = cells.constant(float(keep_R.sum()))
+    # Drawn pairs go with the root of the price, those kept whole stay: the fewer are drawn, the larger a step must be.
+    roots = int(4 / max(cells.drawn(constant), _LEAST_DRAWN))
     price = np.ones(ranks)
     for _ in range(_ROUNDS):
         total = np.bincount(expert_J, share_J * price[rank_J], minlength=experts)
@@ -189,8 +192,16 @@ def _priced(places: _Places, pairs_J: IntArray, keep_R: IntArray) -> FloatArray:
         ratio = np.bincount(rank_J, kept_J, minlength=ranks) / target
         if float(np.abs(ratio - 1.0).max()) < _CLOSE:
             break
-        price = np.clip(price * ratio * ratio, 1e-9, 1e12)
+        price = np.clip(price * _half_power(ratio, roots), 1e-9, 1e12)
     return kept_J
+
+
+def _half_power(value: FloatArray, halves: int) -> FloatArray:
+    """value ** (halves / 2) for halves >= 4, by products and one root: the same bits on every host."""
+    result = value * value
+    for _ in range(halves - 4):
+        result = result * np.sqrt(value)
+    return result
 
 
 def _fill_ranks(

@@ -107,6 +107,13 @@ class Cells:
         kept_E: FloatArray = scaled_BE.sum(axis=0)
         return kept_E
 
+    def drawn(self, constant: float) -> float:
+        """Of the pairs that a constant keeps, the share in cells that it does not keep whole; 1 where it keeps none."""
+        scaled_BE = self.weight_BE * constant
+        below = scaled_BE < self.pairs_BE
+        drawn, kept = float(scaled_BE[below].sum()), float(np.minimum(self.pairs_BE, scaled_BE).sum())
+        return drawn / kept if kept > 0 else 1.0
+
     def constant(self, total: float) -> float:
         """The one constant that keeps `total` pairs; large where that is all of them."""
         weight, pairs = self.weight_BE.reshape(-1), self.pairs_BE.reshape(-1)
