@@ -25,6 +25,8 @@ from tests.report.synthetic import (
     replay_run,
     train_run,
 )
+from tests.report.test_matrix import SYSTEMS, row
+from tests.report.test_matrix import summary as matrix_summary
 
 pytestmark = [
     pytest.mark.skipif(
@@ -32,7 +34,7 @@ pytestmark = [
     ),
     pytest.mark.slow,
 ]
-KINDS = ("compare", "train", "simulate", "replay", "plan", "sweep", "headline", "pair", "replays")
+KINDS = ("compare", "train", "simulate", "replay", "plan", "sweep", "headline", "matrix", "pair", "replays")
 # Per plot: its traces, and the marks that Plotly made of them.
 DRAWN = """[...document.querySelectorAll(".plot")].map((plot) => [
     plot.id, plot.data.length,
@@ -69,6 +71,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "plan": [plan_lines(root / "plan.jsonl")],
         "sweep": [plan_csv(root / "plan" / "capacity.csv")],
         "headline": [headline_lines(root / "headline")],
+        "matrix": [_matrix(root / "cells")],
         "pair": [compare_run(root / "one"), compare_run(root / "two")],
         "replays": [replay_run(root / "first"), replay_run(root / "second")],
     }
@@ -76,6 +79,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         kind: html.write([load_run(path) for path in paths], root / f"{kind}.html")
         for kind, paths in runs.items()
     }
+
+
+def _matrix(folder: Path) -> Path:
+    folder.mkdir()
+    rows = [row("qwen", seed, system, 0.1) for seed in (0, 1) for system in SYSTEMS]
+    (folder / "summary.json").write_text(json.dumps(matrix_summary(rows)))
+    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -122,6 +122,13 @@ def test_a_run_that_stopped_before_its_first_step_says_so(tmp_path: Path) -> Non
         load_run(tmp_path)
 
 
+def test_a_run_of_parts_that_goes_on_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[train]\nseed = 0\n")
+    (tmp_path / "cells").mkdir()
+    with pytest.raises(ConfigError, match="several parts has no summary"):
+        load_run(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lrmoe.report import heat, html, sections, steps
+from lrmoe.report import curves, heat, html, sections, steps
 from lrmoe.report.load import load_run
 from lrmoe.report.memory import memory
 from lrmoe.report.names import readable, styles
@@ -120,6 +120,21 @@ def test_energy_and_variance_have_points_where_pairs_were_left_out(tmp_path: Pat
         assert trace["name"] == "lrmoe"
         assert trace["y"] == [None] * 10 + [value] * (STEPS - 10)
     assert found["energy"].table.rows[0][4] == "4.00%"
+
+
+def test_a_limit_on_variance_is_drawn_beside_the_mean_it_holds(tmp_path: Path) -> None:
+    folder = train_run(tmp_path / "run")
+    assert curves.limited(load_run(folder)) is None
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[10:]:
+        line |= {"lrmoe/variance_mean_worst": 0.08, "lrmoe/variance_predicted_worst": 0.09}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.toml").write_text("[lrmoe]\nmax_added_variance = 0.1\n")
+    plot = curves.limited(load_run(folder))
+    assert plot is not None
+    assert plot.layout["shapes"][0]["y0"] == 0.1
+    assert plot.traces[0]["y"][9:11] == [None, 0.08]
+    assert plot.label.endswith("run at most 8.00% of a limit 0.1")
 
 
 def test_own_policies_are_called_by_their_names() -> None:

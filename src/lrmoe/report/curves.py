@@ -238,6 +238,46 @@ def variance(run: Run) -> Plot | None:
     )
 
 
+def limited(run: Run) -> Plot | None:
+    """Added variance over the gradient's own, where a limit on it governed a training run."""
+    found = [(s, s.config.get("max_added_variance")) for s in run.systems if any(s.series.variance_mean)]
+    if not found:
+        return None
+    lines = (("running mean", "variance_mean", 2.5), ("predicted", "variance_predicted", 1.25))
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": label(f"{system.name}, {title}" if len(found) > 1 else title),
+            "x": list(system.series.step),
+            "y": list(getattr(system.series, name)),
+            "line": {"color": colour(run, system), "width": width, "dash": "solid" if width > 2 else "dot"},
+        }
+        for system, _ in found
+        for title, name, width in lines
+    ]
+    limits = dict.fromkeys(limit for _, limit in found if limit is not None)
+    rows = [(s.name, number(limit), *_share_row(s.series.variance_mean, None)) for s, limit in found]
+    columns = ("system", "limit", "first step", "least", "most", "last step", "mean")
+    return Plot(
+        name="limited",
+        title="Added variance under its limit",
+        caption="Variance that sampling added over the gradient's own, worst layer: the running mean is held to the "
+        "limit (dashed); dotted is what the quotas were predicted to add.",
+        label="Added variance over the gradient's own: "
+        + "; ".join(f"{row[0]} at most {row[4]} of a limit {row[1]}" for row in rows),
+        traces=traces,
+        layout={
+            "xaxis": {"title": "optimizer step", "rangemode": "tozero"},
+            "yaxis": {"title": "added / own", "rangemode": "tozero"},
+            "shapes": [line(limit) for limit in limits],
+            "annotations": [note(limit, f"limit {number(limit)}") for limit in limits],
+        },
+        table=Table(title="Added variance under its limit", columns=columns, rows=rows),
+        height=260,
+    )
+
+
 def _shares(
     run: Run,
     *,

@@ -25,6 +25,8 @@ class Series:
         kept_share: share of pairs that backward kept.
         dropped_energy: share of the scores' energy that left-out pairs held; None where nothing was scored.
         added_variance: by sampling, over the scores' energy; None where nothing was scored.
+        variance_mean, variance_predicted: running mean of what calls added over the gradient's own variance, worst
+            layer, and what the quotas were predicted to add; None where no limit governed the step.
         forward_peak, backward_peak: rows of the most loaded rank over the mean load, worst layer; empty where
             unknown.
     """
@@ -39,6 +41,8 @@ class Series:
     kept_share: tuple[float | None, ...] = ()
     dropped_energy: tuple[float | None, ...] = ()
     added_variance: tuple[float | None, ...] = ()
+    variance_mean: tuple[float | None, ...] = ()
+    variance_predicted: tuple[float | None, ...] = ()
     forward_peak: tuple[float, ...] = ()
     backward_peak: tuple[float, ...] = ()
 

@@ -80,6 +80,11 @@ def _unfinished(folder: Path) -> Run:
     config = files.toml(folder / "config.toml")
     if not config and not (folder / "metrics.jsonl").is_file():
         raise ConfigError(f"run={str(folder)!r}: no summary.json there; give a folder that {MADE_BY} wrote")
+    if (folder / "cells").is_dir():
+        raise ConfigError(
+            f"run={str(folder)!r}: this run of several parts has no summary.json: it goes on, or was stopped. The same "
+            f"command goes on with it; whole runs below {folder / 'cells'} can be shown by themselves"
+        )
     lines = files.json_lines(folder / "metrics.jsonl", cut=True)
     if not lines:
         raise ConfigError(

@@ -22,7 +22,7 @@ from lrmoe.report import (
     words,
 )
 from lrmoe.report.bars import load, phases
-from lrmoe.report.curves import energy, kept, loss_against_steps, loss_against_time, peaks, variance
+from lrmoe.report.curves import energy, kept, limited, loss_against_steps, loss_against_time, peaks, variance
 from lrmoe.report.data import Run
 from lrmoe.report.heat import heat
 from lrmoe.report.memory import memory
@@ -161,18 +161,8 @@ def _several_targets(run: Run) -> bool:
 def plots(run: Run) -> list[Plot]:
     """All plots that a run of systems that were trained has data for, in the page's order."""
     bars = () if run.kind == "pair" else (load,)
-    drawn = (
-        loss_against_time,
-        loss_against_steps,
-        *bars,
-        heat,
-        peaks,
-        phases,
-        memory,
-        kept,
-        energy,
-        variance,
-    )
+    curves = (kept, energy, variance, limited)
+    drawn = (loss_against_time, loss_against_steps, *bars, heat, peaks, phases, memory, *curves)
     made = (draw(run) for draw in drawn)
     return [plot for plot in made if plot is not None]
 

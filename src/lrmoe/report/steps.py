@@ -175,6 +175,8 @@ def train_system(summary: Mapping[str, Any], lines: Sequence[Line], config: Mapp
         kept_share=tuple(line.get("kept_share", line.get("lrmoe/kept_share")) for line in lines),
         dropped_energy=tuple(_scored(line, "dropped_energy") for line in lines),
         added_variance=tuple(_scored(line, "added_variance") for line in lines),
+        variance_mean=tuple(line.get("lrmoe/variance_mean_worst") for line in lines),
+        variance_predicted=tuple(line.get("lrmoe/variance_predicted_worst") for line in lines),
         forward_peak=_present(lines, "lrmoe/forward_peak_worst"),
         backward_peak=_present(lines, "lrmoe/backward_peak_worst"),
     )
