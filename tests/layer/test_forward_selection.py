@@ -183,8 +183,8 @@ def test_checkpointing(score: str, checkpoint: str) -> None:
 
 def test_a_recompute_keeps_the_set_of_its_forward_though_its_routing_weights_differ() -> None:
     """Kernels need not repeat to the bit; the set that was fixed stays."""
-    config, leaf, seen = early("alpha", router_grad="retained"), leaves(CASE, GRADS), []
-    layer = build(CASE, config)
+    config, leaf = early("alpha", router_grad="retained"), leaves(CASE, GRADS)
+    layer, seen = build(CASE, config), list[int]()
 
     def body(hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         noise = torch.linspace(1.0, 1.5 if seen else 1.0, 61 * 3).reshape(61, 3)
