@@ -15,6 +15,8 @@ import pytest
 from lrmoe.report import html
 from lrmoe.report.load import load_run
 from lrmoe.simulate.run import Settings, run
+from tests.experiments.test_ablate import GOOD
+from tests.experiments.test_ablate import summary as ablate_summary
 from tests.report.browser import EXECUTABLE, Browser
 from tests.report.synthetic import (
     STEPS,
@@ -34,7 +36,10 @@ pytestmark = [
     ),
     pytest.mark.slow,
 ]
-KINDS = ("compare", "train", "simulate", "replay", "plan", "sweep", "headline", "matrix", "pair", "replays")
+KINDS = (
+    "compare", "train", "simulate", "replay", "plan", "sweep", "headline", "matrix", "ablate", "pair", "replays",
+)  # fmt: skip
+MATRIX = [row("qwen", seed, system, 0.1) for seed in (0, 1) for system in SYSTEMS]
 # Per plot: its traces, and the marks that Plotly made of them.
 DRAWN = """[...document.querySelectorAll(".plot")].map((plot) => [
     plot.id, plot.data.length,
@@ -60,8 +65,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of each kind."""
     root = tmp_path_factory.mktemp("pages")
     summary = run(Settings(systems=("megatron", "lrmoe"), ranks=(4, 8), experts=(16,), tokens=128, top_k=2))
-    (root / "sim").mkdir()
-    (root / "sim" / "summary.json").write_text(json.dumps({**summary, "context": {"command": "test"}}))
+    _summary(root / "sim", {**summary, "context": {"command": "test"}})
     names = ("megatron", "symi", "lrmoe", "lrmoe-sampled50", "some/my_file.py:MyPolicy")
     runs: dict[str, list[Path]] = {
         "compare": [compare_run(root / "compared", names)],
@@ -71,7 +75,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "plan": [plan_lines(root / "plan.jsonl")],
         "sweep": [plan_csv(root / "plan" / "capacity.csv")],
         "headline": [headline_lines(root / "headline")],
-        "matrix": [_matrix(root / "cells")],
+        "matrix": [_summary(root / "cells", matrix_summary(MATRIX))],
+        "ablate": [_summary(root / "rules", ablate_summary({None: [0.1, 0.5], GOOD: [0.11, 0.53]}))],
         "pair": [compare_run(root / "one"), compare_run(root / "two")],
         "replays": [replay_run(root / "first"), replay_run(root / "second")],
     }
@@ -81,10 +86,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def _matrix(folder: Path) -> Path:
+def _summary(folder: Path, values: dict[str, Any]) -> Path:
     folder.mkdir()
-    rows = [row("qwen", seed, system, 0.1) for seed in (0, 1) for system in SYSTEMS]
-    (folder / "summary.json").write_text(json.dumps(matrix_summary(rows)))
+    (folder / "summary.json").write_text(json.dumps(values))
     return folder
 
 

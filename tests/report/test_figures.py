@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lrmoe.experiments.ablate_rows import figures_of
 from lrmoe.experiments.figures import figures as compare_figures
 from lrmoe.experiments.simulation import figures as simulate_figures
 from lrmoe.report import sections, tables
@@ -17,6 +18,8 @@ from lrmoe.report.figures import figures
 from lrmoe.report.load import load_run
 from lrmoe.simulate.run import Settings, run
 from lrmoe.training.run import figures as train_figures
+from tests.experiments.test_ablate import GOOD
+from tests.experiments.test_ablate import summary as ablate_summary
 from tests.report.synthetic import compare_run, plan_csv, plan_lines, replay_run, train_run
 
 
@@ -57,6 +60,14 @@ def test_a_simulation(tmp_path: Path) -> None:
     theirs = _values(simulate_figures({**summary, "context": {}}))
     assert "simulate.R4E16.lrmoe.backward_peak" in ours
     assert all(theirs[name][0] == pytest.approx(ours[name][0]) for name in ours if name in theirs)
+
+
+def test_an_ablation(tmp_path: Path) -> None:
+    summary = ablate_summary({None: [0.1, 0.5], GOOD: [0.11, 0.53]})
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "context": {"command": "test"}}))
+    ours = {name: value for name, (value, _, _) in _values(figures(load_run(tmp_path))).items()}
+    assert ours == {name: value for name, value, _, _ in figures_of(summary)}
+    assert ours["ablate.memorise.lrm.topk.drop0.3.dloss"] == pytest.approx(0.02)
 
 
 def test_a_replay(tmp_path: Path) -> None:

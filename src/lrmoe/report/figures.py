@@ -54,6 +54,11 @@ REPLAY: Mapping[str, _Unit] = {
     "backward_speedup": ("ratio", "higher"),
     "layer_speedup": ("ratio", "higher"),
 }
+ABLATE: Mapping[str, _Unit] = {
+    "dloss": ("nats/token", "lower"),
+    "dppl": ("share", "lower"),
+    "steps_ratio": ("ratio", "lower"),
+}
 
 
 def figures(run: Run) -> list[dict[str, Any]]:
@@ -111,29 +116,11 @@ def _matrix(run: Run) -> _Named:
         yield found["name"], found["value"], (found["unit"], found["better"])
 
 
-def _rows(run: Run) -> _Named:
-    """Of an ablation: every number of every row, under the words of the row."""
+def _ablate(run: Run) -> _Named:
+    """What each rule costs beside nothing dropped, under the names of `lrmoe ablate --json`."""
     for row in run.summary["rows"]:
-        words = [_word(name, value) for name, value in row.items() if name in _CASE]
-        for name, value in row.items():
-            if name not in _CASE and isinstance(value, int | float) and not isinstance(value, bool):
-                yield ".".join([run.kind, *words, name]), value, ("", "lower")
-
-
-_CASE = (
-    "model", "regime", "aux", "seed", "seeds", "target", "system", "score", "estimator", "drop", "max_drop",
-    "quota_rule", "router_grad", "select_in",
-)  # fmt: skip
-
-
-def _word(name: str, value: Any) -> str:
-    return (
-        str(value)
-        if isinstance(value, str)
-        else f"{name}{value:g}"
-        if isinstance(value, float)
-        else f"{name}{value}"
-    )
+        for quantity, unit in ABLATE.items():
+            yield f"ablate.{row['regime']}.{row['name']}.{quantity}", row[quantity], unit
 
 
 _NAMED: Mapping[str, Callable[[Run], _Named]] = {
@@ -143,7 +130,7 @@ _NAMED: Mapping[str, Callable[[Run], _Named]] = {
     "replay": _replay,
     "plan": _plan,
     "matrix": _matrix,
-    "ablate": _rows,
+    "ablate": _ablate,
 }
 
 

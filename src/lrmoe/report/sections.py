@@ -22,9 +22,10 @@ from lrmoe.report import (
     words,
 )
 from lrmoe.report.bars import load, phases
-from lrmoe.report.curves import energy, kept, limited, loss_against_steps, loss_against_time, peaks, variance
+from lrmoe.report.curves import energy, kept, limited, peaks, variance
 from lrmoe.report.data import Run
 from lrmoe.report.heat import heat
+from lrmoe.report.loss import loss_against_steps, loss_against_time
 from lrmoe.report.memory import memory
 from lrmoe.report.plot import Plot
 from lrmoe.report.tables import Table
