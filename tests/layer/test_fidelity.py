@@ -71,6 +71,17 @@ def test_overload_on_one_device_still_drops_nothing() -> None:
     assert found.drop_reason == "off"
 
 
+def test_a_budget_that_needs_drops_gets_what_the_limit_allows() -> None:
+    """Unpruned the call would run in parts; the fewest drops that spare them add little, once scores are known."""
+    config = pruning(max_drop=0.6, max_added_variance=0.1, drop="overload", layer_budget=400_000)
+    layer = build(BASE, config)
+    found = records(layer, config, range(6))
+    assert [r.chunks for r in found][2:] == [1] * 4
+    assert {r.drop_reason for r in found[2:]} == {"budget"}
+    assert found[0].drop_reason == "variance"
+    assert all(r.added_variance <= 0.1 for r in found)
+
+
 def test_warm_up_and_cool_down_stay_exact() -> None:
     config = pruning(
         max_drop=0.5, max_added_variance=0.02, drop="auto", warmup_steps=3, cooldown_steps=2, total_steps=8

@@ -89,8 +89,11 @@ class CallPlanner:
             asked = problem if drop == problem.max_drop else replace(problem, max_drop=drop)
             return budget.plan(asked, self._policy, adapts=adapts)
 
+        def probe(drop: float) -> LayerPlan:
+            return budget.plan(replace(problem, max_drop=drop, drop="always"), self._policy, adapts=adapts)
+
         if problem.max_drop > 0 and drops.active:
-            return drops.choose(plan_at, scores)
+            return drops.choose(plan_at, probe, scores)
         return Chosen(plan=plan_at(problem.max_drop), predicted=None, told={})
 
     def _checked(self, chosen: Chosen) -> Chosen:

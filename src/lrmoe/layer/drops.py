@@ -39,7 +39,7 @@ class DropControl:
     """The limit on added variance and the choice of the drop, of one layer."""
 
     def __init__(self, config: LRMoEConfig) -> None:
-        self._most = config.max_drop
+        self._most, self._overload = config.max_drop, config.drop == "overload"
         limit = config.max_added_variance
         self.variance = None if limit is None else VarianceLimit(limit=limit)
         self.auto = AutoDrop() if config.drop == "auto" else None
@@ -70,11 +70,11 @@ class DropControl:
         if self.auto is not None:
             self.auto.measure(told_R4)
 
-    def choose(self, plan_at: PlanAt, history: ScoreHistory | None) -> Chosen:
+    def choose(self, plan_at: PlanAt, probe: PlanAt, history: ScoreHistory | None) -> Chosen:
         """The plan of a call that may drop pairs.
 
         Args:
-            plan_at: the call's plan under a cap on the dropped share.
+            plan_at: the call's plan under a cap on the dropped share. probe: the same, dropping all of the cap.
             history: scores of past calls, None where there are none.
         """
         factor = 1.0 if self.variance is None or history is None else self.variance.factor
@@ -93,7 +93,10 @@ class DropControl:
                 "auto_steps": self.auto.steps,
                 "auto_ratio": self.auto.ratio,
             }
-        plan = plan_at(most) if self.variance is None else self._within(plan_at, added, most, told)
+        if self.variance is None:
+            plan = plan_at(most)
+        else:
+            plan = self._within(plan_at, probe, added, most, told, known=history is not None)
         raw = predicted_variance(plan.counts_E, plan.quota_E, history)
         told["variance_predicted"] = factor * raw
         if self.auto is not None and plan.reason == "always":
@@ -103,14 +106,25 @@ class DropControl:
         return Chosen(plan=plan, predicted=None if history is None else raw, told=told)
 
     def _within(
-        self, plan_at: PlanAt, added: Callable[[LayerPlan], float], most: float, told: dict[str, float]
+        self,
+        plan_at: PlanAt,
+        probe: PlanAt,
+        added: Callable[[LayerPlan], float],
+        most: float,
+        told: dict[str, float],
+        *,
+        known: bool,
     ) -> LayerPlan:
         """The plan inside the limit on added variance."""
         limit = self.variance
         assert limit is not None, "asked under a limit only"
         allowed = limit.allowed()
         # Before anything is known: sampling with equal chances adds 1 / kept share - 1 at most.
-        start = scaled(limit.drop, limit.predicted, allowed) if limit.drop else allowed / (1 + allowed)
+        start = bound = allowed / (1 + allowed)
+        if self._overload:
+            start = most  # the cap is seldom used up: the fewest drops are those under the largest cap
+        elif limit.drop:
+            start = scaled(limit.drop, limit.predicted, allowed)
         found = largest_drop(plan_at, added, most=most, allowed=allowed, start=start)
         if found.drop > 0:
             limit.drop, limit.predicted = found.drop, found.added
@@ -119,8 +133,12 @@ class DropControl:
             "variance_mean": limit.mean,
             "variance_drop": found.drop,
         }
-        binds = found.drop < most and not found.spare
-        return replace(found.plan, reason="variance") if binds else found.plan
+        if found.drop >= most or (found.spare and not self._overload):
+            return found.plan
+        plan = found.plan
+        if plan.exact and not known and allowed > 0:  # a call that drops nothing teaches nothing, for ever
+            plan = probe(min(bound, most))
+        return replace(plan, reason="variance")
 
     def state(self) -> dict[str, Any]:
         """JSON-able, the same on all ranks."""

@@ -166,7 +166,7 @@ def largest_drop(
             if drop >= most or found.spare or found.added >= _CLOSE * allowed:
                 return found
         else:
-            high = (drop, found.added)
+            high = (min(drop, 1 - plan.kept / plan.pairs), found.added)
         drop = min(_between(low, high, allowed), most)
         if drop <= low[0]:
             break
