@@ -195,3 +195,14 @@ def test_lines_come_back_as_written(tmp_path: Path) -> None:
 def test_exact_systems_are_held_against_the_exact_balanced_call() -> None:
     assert reference_of("symi") == "balanced:megatron"
     assert reference_of("lrmoe-sampled50") == "balanced:lrmoe-sampled50"
+
+
+def test_calls_of_trajectories_that_are_trained_anew_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "stage.jsonl"
+    stage_lines.forget(path, {("tiny", 0.0, 0)})
+    assert not path.exists()
+    stage_lines.append(path, [call(), call(seed=1), call(aux=0.001)])
+    stage_lines.forget(path, {("tiny", 0.0, 0), ("tiny", 0.001, 5)})
+    assert stage_lines.read(path) == [call(seed=1), call(aux=0.001)]
+    stage_lines.forget(path, {("tiny", 0.0, 1), ("tiny", 0.001, 0)})
+    assert stage_lines.read(path) == []

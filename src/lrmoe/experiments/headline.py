@@ -23,14 +23,14 @@ from lrmoe.experiments.ablate_command import lines
 from lrmoe.experiments.ablate_rules import Ablation, get_preset, with_seeds
 from lrmoe.experiments.cost import LINK_RULE
 from lrmoe.experiments.fairness import EXECUTES, TRAINS, fairness
-from lrmoe.experiments.headline_jobs import EXACT
+from lrmoe.experiments.headline_jobs import EXACT, is_finished
 from lrmoe.experiments.headline_rows import PUBLISHED, Outcome, Row, figures, rows_of
 from lrmoe.experiments.regimes import START_STEPS, get_regime
 from lrmoe.experiments.stage import Block, Stage
 from lrmoe.experiments.stage_inputs import StageSize
 from lrmoe.experiments.stage_lanes import BALANCED, system_config
 from lrmoe.experiments.systems import SYSTEMS, get_system
-from lrmoe.experiments.trajectory import DONE, Trajectory
+from lrmoe.experiments.trajectory import Trajectory
 from lrmoe.experiments.workers import Job, run_jobs
 from lrmoe.experiments.workers_display import Display
 from lrmoe.report.data import BASELINE
@@ -38,6 +38,7 @@ from lrmoe.telemetry.figures import environment
 
 JUDGED = ("megatron", "symi", "ultraep", "lrmoe", "lrmoe-sampled50", "lrmoe-topk20")
 OTHERS = tuple(name for name in SYSTEMS if name not in JUDGED)
+STAGE = "stage.jsonl"
 _JOBS = "lrmoe.experiments.headline_jobs"
 
 Say = Callable[[str], None]
@@ -125,7 +126,7 @@ def run(headline: Headline, *, workers: int | None = None, say: Say = to_stderr)
     headline.folder.mkdir(parents=True, exist_ok=True)
     train(headline, workers=workers, say=say)
     blocks = blocks_of(headline)
-    staged = Stage(blocks=blocks, out=headline.folder / "stage.jsonl", size=headline.size)
+    staged = Stage(blocks=blocks, out=headline.folder / STAGE, size=headline.size)
     layers = len(_some(headline).layers)
     steps = stage.run(staged, layers)
     say(f"stage: {steps} steps executed" if steps else "stage: done before")
@@ -146,10 +147,11 @@ def ablated(headline: Headline, workers: int | None) -> list[dict[str, Any]]:
 def train(headline: Headline, *, workers: int | None = None, say: Say = to_stderr) -> None:
     """Start checkpoints, then trajectories, on worker processes of one thread each."""
     jobs = list(_trajectories(headline))
-    missing = [job for job in jobs if not (job.args[5] / DONE).exists()]
+    missing = [job for job in jobs if not is_finished(*job.args)]
     if not missing:
         say(f"trajectories: all {len(jobs)} done before")
         return
+    stage_lines.forget(headline.folder / STAGE, {(job.args[0], job.args[1], job.args[3]) for job in missing})
     starts = [
         Job(name=f"start {m}, aux {a:g}", target=f"{_JOBS}:start", args=(m, a), steps=START_STEPS)
         for m, a in dict.fromkeys((job.args[0], job.args[1]) for job in missing)

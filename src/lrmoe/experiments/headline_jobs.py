@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.experiments.regimes import CACHE, regime_config, start_model
+from lrmoe.experiments.regimes import CACHE, get_regime, regime_config, start_is_made, start_model
 from lrmoe.experiments.stage_lanes import SETTING, system_config
 from lrmoe.experiments.systems import get_system
 from lrmoe.experiments.trajectory import TrajectoryJob, run_trajectory
@@ -43,6 +43,16 @@ def trajectory_job(
     if steps is not None:
         config = config.replace(train={"steps": steps})
     return TrajectoryJob(config=config, folder=folder)
+
+
+def is_finished(
+    model: str, aux: float, system: str, seed: int, regime: str, folder: Path, steps: int | None
+) -> bool:
+    """Whether this very trajectory is there, complete; trains nothing."""
+    base = base_config(model, aux, EXACT, 0)
+    if not folder.exists() or (get_regime(regime).continues and not start_is_made(base, CACHE)):
+        return False
+    return trajectory_job(model, aux, system, seed, regime, folder, steps).finished
 
 
 def train(

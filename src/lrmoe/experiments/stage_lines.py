@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,18 @@ def append(path: Path, calls: Iterable[Call]) -> None:
         out.write(text.encode())
         out.flush()
         os.fsync(out.fileno())
+
+
+def forget(path: Path, places: Collection[tuple[str, float, int]]) -> None:
+    """Take the calls of some (model, aux, seed) out of the file: their trajectories are trained anew."""
+    calls = read(path)
+    kept = [call for call in calls if call.key[:3] not in places]
+    if len(kept) == len(calls):
+        return
+    partial = path.with_suffix(".part")
+    partial.unlink(missing_ok=True)
+    append(partial, kept)
+    partial.replace(path)
 
 
 def _ends_with_newline(path: Path) -> bool:
