@@ -89,8 +89,8 @@ def _squares(systems: Sequence[SystemRun]) -> Plot:
     return Plot(
         name="load",
         title=_TITLE,
-        caption=f"{_WHICH} Squares: load of a rank over the mean load with nothing dropped; dark is what a step waits "
-        "for.",
+        caption=f"{_WHICH} Squares: load of a rank over the mean load with nothing dropped; the strongest is what a "
+        "step waits for.",
         label=_load_label(systems),
         traces=traces,
         layout={
