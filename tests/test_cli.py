@@ -28,7 +28,7 @@ from lrmoe.experiments.systems import SYSTEMS
 from lrmoe.training.config import TrainConfig
 from tests.training.tiny import SHAPE, tiny_config
 
-COMMANDS = ("train", "compare", "simulate", "replay", "report", "plan")
+COMMANDS = ("train", "compare", "ablate", "simulate", "replay", "report", "plan")
 
 
 @dataclass(frozen=True, kw_only=True)
