@@ -15,6 +15,7 @@ from lrmoe.errors import ConfigError
 from lrmoe.experiments import ablate_command
 from lrmoe.experiments.ablate_rows import between, cell_values, figures_of, rows_of
 from lrmoe.experiments.ablate_rules import PRESETS, Ablation, Cell, Part, Rule, rules_of
+from lrmoe.experiments.locks import locked
 from lrmoe.experiments.trajectory import Trajectory
 from lrmoe.report import ablate as report
 from lrmoe.report.data import Run
@@ -238,6 +239,10 @@ def test_the_command_runs_goes_on_and_refuses_another_model(place: Path) -> None
     other = run_cli(place / "tiny", "--aux", "0.01")
     assert isinstance(other.exception, ConfigError)
     assert "--overwrite" in str(other.exception)
+    with locked(folder / ".lock"):
+        beside = run_cli(place / "tiny")
+    assert isinstance(beside.exception, ConfigError)
+    assert "another `lrmoe ablate` is at work" in str(beside.exception)
 
 
 def test_bad_options_are_refused_before_anything_runs(place: Path) -> None:

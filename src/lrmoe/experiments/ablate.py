@@ -24,6 +24,7 @@ from lrmoe.experiments.ablate_rows import COLUMNS, between, cell_values, rows_of
 from lrmoe.experiments.ablate_rules import Ablation, Cell
 from lrmoe.experiments.cells import named_model
 from lrmoe.experiments.folder import check_free
+from lrmoe.experiments.locks import locked
 from lrmoe.experiments.regimes import START_STEPS, get_regime, regime_config, start_is_made, start_model
 from lrmoe.experiments.trajectory import Trajectory, TrajectoryJob, run_trajectory
 from lrmoe.experiments.workers import Job, run_jobs
@@ -52,8 +53,20 @@ def ablate(
         ConfigError: the folder holds something else, or the model cannot be trained so.
         JobsFailed: some runs failed; the others are finished and stay.
     """
+    _check_folder(ablation, overwrite)
+    try:
+        with locked(ablation.folder / ".lock", wait=False):
+            return _run(ablation, workers, overwrite, console)
+    except BlockingIOError:
+        raise ConfigError(
+            f"name={ablation.folder.name!r}: another `lrmoe ablate` is at work in {ablation.folder}; let it end, or "
+            "choose another --name"
+        ) from None
+
+
+def _run(ablation: Ablation, workers: int | None, overwrite: bool, console: Console | None) -> dict[str, Any]:
     begin = time.monotonic()
-    _prepare(ablation, overwrite)
+    _begin(ablation, overwrite)
     _start(ablation, console)
     jobs = {cell: job_of(ablation, cell) for cell in ablation.cells()}
     missing = [cell for cell, job in jobs.items() if not job.finished]
@@ -113,21 +126,25 @@ def _start(ablation: Ablation, console: Console | None) -> None:
         run_jobs([job], workers=1, display=display)
 
 
-def _prepare(ablation: Ablation, overwrite: bool) -> None:
-    """Refuse a folder with something else; make it, with its config.toml."""
+def _check_folder(ablation: Ablation, overwrite: bool) -> None:
+    """Refuse a folder that holds something else, or cannot be written; changes nothing."""
     folder, path = ablation.folder, ablation.folder / "config.toml"
     check_free(folder, own=("summary.json", "report.html"), replaceable=True, overwrite=overwrite, kind=KIND)
     mine = _config(ablation)
-    if overwrite:
-        shutil.rmtree(folder / CELLS, ignore_errors=True)
-    elif path.exists() and (found := read_toml(path).get(KIND)) != mine:
+    if not overwrite and path.exists() and (found := read_toml(path).get(KIND)) != mine:
         raise ConfigError(
             f"name={folder.name!r}: {folder} holds an ablation of {found}, this one is of {mine}; pass --overwrite to "
             "replace it, or choose another --name"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in mine.items())
-    path.write_text(f"# What all runs of this ablation share.\n[{KIND}]\n{lines}", encoding="utf-8")
+
+
+def _begin(ablation: Ablation, overwrite: bool) -> None:
+    """Make room where that was asked for, and write config.toml."""
+    if overwrite:
+        shutil.rmtree(ablation.folder / CELLS, ignore_errors=True)
+    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in _config(ablation).items())
+    text = f"# What all runs of this ablation share.\n[{KIND}]\n{lines}"
+    (ablation.folder / "config.toml").write_text(text, encoding="utf-8")
 
 
 def _config(ablation: Ablation) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lrmoe.errors import ConfigError
+from lrmoe.experiments.locks import locked
 from lrmoe.telemetry.figures import environment
 from lrmoe.training.config import ModelConfig, TrainConfig
 
@@ -169,7 +170,7 @@ def start_model(base: TrainConfig, cache: Path = CACHE, progress: Progress | Non
     config = _start_config(base)
     folder = cache / _key(config)
     if not folder.is_dir():
-        with _locked(cache, folder.name):
+        with locked(cache / f".{folder.name}.lock"):
             if not folder.is_dir():  # nobody else made it meanwhile
                 _make(config, folder, progress or _logged)
     return ModelConfig(checkpoint=str(folder))
@@ -216,17 +217,6 @@ def _corpus(data: Any) -> Corpus:
     from lrmoe.training.data import Corpus
 
     return Corpus.load(data)
-
-
-@contextmanager
-def _locked(cache: Path, name: str) -> Iterator[None]:
-    """Only one process at a time goes on; the lock ends with its process."""
-    import fcntl
-
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f".{name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(config: TrainConfig, folder: Path, progress: Progress) -> None:

@@ -28,7 +28,7 @@ from lrmoe.errors import LRMoEError
 from lrmoe.experiments.workers_display import Display
 
 _POLL_S = 0.2
-_STOP_S = 5.0  # a worker may take to end once it is told to
+_STOP_S = 5.0  # workers may take to end once they are told to
 _SHOWN = 3  # failures that are told in full
 
 
@@ -122,8 +122,9 @@ class _Pool:
         """End every process that is left: asked first, then killed."""
         for worker in self._workers:
             worker.process.terminate()
+        deadline = time.monotonic() + _STOP_S
         for worker in self._workers:
-            worker.process.join(_STOP_S)
+            worker.process.join(max(deadline - time.monotonic(), 0.0))
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
