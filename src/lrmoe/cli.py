@@ -316,9 +316,7 @@ def compare(
     raise typer.Exit(code)
 
 
-@app.command(
-    epilog="Example: lrmoe ablate --scores lrm,grad_norm,random --estimators topk --drops 0.3 --seeds 3"
-)
+@app.command(epilog="Example: lrmoe ablate --scores lrm,alpha,random --estimators topk --seeds 3")
 def ablate(
     preset: Annotated[
         str | None,
