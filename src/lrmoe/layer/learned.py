@@ -20,14 +20,33 @@ from lrmoe.errors import ConfigError
 from lrmoe.planning.score_bins import BINS, COLUMNS, LOWEST
 
 _DECAY = 0.9  # of the sums over past pairs, at each call that has pairs of the expert
+_ROWS = 2048  # of an expert that a CPU reads: means and a coarse histogram need no more
 
 
 def score_sums(score_M: Tensor, counts_X: Tensor) -> Tensor:
     """Sums over a call's finite scores, fp64 (X, COLUMNS).
 
+    On a CPU, of an expert with more than 2048 rows every k-th, each counted k times.
+
     Args:
         score_M: fp32 (M,), expert after expert. counts_X: int64 (X,), rows of each.
     """
+    if score_M.device.type == "cpu" and int(counts_X.max().item() if counts_X.numel() else 0) > _ROWS:
+        thin_M, thin_X, every_X = _thinned(score_M, counts_X)
+        return _sums(thin_M, thin_X) * every_X[:, None]
+    return _sums(score_M, counts_X)
+
+
+def _thinned(score_M: Tensor, counts_X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Every k-th row of each expert, rows of each, and k (X,)."""
+    parts = score_M.split(counts_X.tolist())
+    every = [-(-part.shape[0] // _ROWS) or 1 for part in parts]
+    thin = [part[::step] for part, step in zip(parts, every, strict=True)]
+    return torch.cat(thin), torch.tensor([part.shape[0] for part in thin]), torch.tensor(every)
+
+
+def _sums(score_M: Tensor, counts_X: Tensor) -> Tensor:
+    """Sums over all rows, fp64 (X, COLUMNS)."""
     experts = counts_X.shape[0]
     index_X = torch.arange(experts, device=score_M.device)
     expert_M = index_X.repeat_interleave(counts_X, output_size=score_M.shape[0])

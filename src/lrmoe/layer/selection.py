@@ -20,7 +20,7 @@ from lrmoe.layer.randomness import UNIT, UNIT_BITS, uniform_rows
 
 _SCORE_BITS = 30
 _BROKEN = 2 ** (_SCORE_BITS + 10)  # size of a row of non-finite score
-_RUN_ROWS = 32768  # rows of the experts that a CPU looks at together: what lies between stays in its cache
+_RUN_ROWS = 8192  # rows of the experts that a CPU looks at together: what lies between stays in its cache
 _UNREAD_ROUNDS = 4  # rounds between two looks at a device: one more than needed changes nothing
 _FLOOR = 1e-3  # least score over the expert's mean: keeps every inclusion probability positive
 

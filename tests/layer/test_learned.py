@@ -1,0 +1,42 @@
+"""What a call's scores teach: sums over all rows of small experts, over every k-th row of large ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lrmoe.layer.learned import _ROWS, score_sums
+from lrmoe.planning.score_bins import ScoreHistory
+
+
+def lognormal(rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, generator=torch.Generator().manual_seed(seed)).exp()
+
+
+def test_small_experts_are_read_whole() -> None:
+    scores = torch.tensor([1.0, 2.0, 3.0, torch.nan, 8.0])
+    sums = score_sums(scores, torch.tensor([3, 0, 2]))
+    assert sums[:, :3].tolist() == [[3.0, 6.0, 14.0], [0.0, 0.0, 0.0], [1.0, 8.0, 64.0]]
+
+
+def test_large_experts_are_read_in_steps_and_small_ones_beside_them_whole() -> None:
+    counts = torch.tensor([10 * _ROWS + 7, 5, 0, _ROWS])
+    scores = torch.cat([lognormal(int(n), e) for e, n in enumerate(counts)])
+    sums = score_sums(scores, counts)
+    assert sums[0, 0] == pytest.approx(float(counts[0]), rel=1e-3), "every read row stands for k"
+    assert sums[1, 1] == pytest.approx(scores[counts[0] :][:5].double().sum().item(), rel=1e-12)
+    assert sums[2].abs().max() == 0
+    assert sums[3, 0] == _ROWS
+    assert sums[0, 1] == pytest.approx(scores[: counts[0]].double().sum().item(), rel=0.06)
+
+
+def test_the_histogram_of_a_large_expert_is_that_of_all_its_rows() -> None:
+    scores = lognormal(40 * _ROWS, 3)
+    some = ScoreHistory.from_sums(score_sums(scores, torch.tensor([scores.shape[0]])).numpy())
+    parts = torch.full((40,), _ROWS)
+    every = score_sums(scores, parts).sum(0, keepdim=True).numpy()
+    whole = ScoreHistory.from_sums(every)
+    assert some is not None
+    assert whole is not None
+    assert np.abs(some.bins_EB2[0, :, 0] - whole.bins_EB2[0, :, 0]).max() < 0.03
