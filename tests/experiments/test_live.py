@@ -11,8 +11,9 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.experiments import live
 from lrmoe.experiments.cost import step_cost
 from lrmoe.experiments.lane import Lane
-from lrmoe.experiments.live import Place, Progress, duration
+from lrmoe.experiments.live import Place, Progress
 from lrmoe.experiments.systems import get_system
+from lrmoe.experiments.terminal import duration
 from tests.experiments.records import record
 
 

@@ -18,8 +18,6 @@ def test_the_standard_error_is_that_of_the_mean() -> None:
     assert found.standard_error == pytest.approx(math.sqrt(14 / 3 / 4))
     assert found.resolved()
     assert not found.resolved(errors=3)
-    assert found.below(1.0)
-    assert not found.below(0.5)
 
 
 def test_one_pair_says_nothing_of_its_error() -> None:

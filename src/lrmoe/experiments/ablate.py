@@ -8,12 +8,10 @@ Quotas are those of 8 ranks (virtual.py), so that what is dropped is what expert
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,18 @@ from rich.console import Console
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.ablate_rows import COLUMNS, between, cell_values, rows_of
 from lrmoe.experiments.ablate_rules import Ablation, Cell
-from lrmoe.experiments.cells import named_model
+from lrmoe.experiments.cells import CELLS, ROWS, named_model
 from lrmoe.experiments.folder import check_free
 from lrmoe.experiments.locks import locked
 from lrmoe.experiments.regimes import START_STEPS, get_regime, regime_config, start_is_made, start_model
 from lrmoe.experiments.trajectory import Trajectory, TrajectoryJob, run_trajectory
 from lrmoe.experiments.workers import Job, run_jobs
 from lrmoe.experiments.workers_display import Display
+from lrmoe.experiments.writing import csv_text, json_text, write_whole
 from lrmoe.telemetry.figures import environment
 from lrmoe.training.config import ModelConfig, TrainConfig, read_toml
 
-KIND, CELLS, ROWS = "ablate", "cells", "rows.csv"
+KIND = "ablate"
 _HERE = "lrmoe.experiments.ablate"
 
 
@@ -171,16 +170,6 @@ def summarise(ablation: Ablation, found: Mapping[Cell, Trajectory]) -> dict[str,
 
 
 def _write(folder: Path, summary: Mapping[str, Any]) -> None:
-    text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-    (folder / "summary.json").write_text(text, encoding="utf-8")
-    (folder / ROWS).write_text(as_csv(summary["rows"]), encoding="utf-8")
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as CSV with a header; a value that is not there is empty."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({**{name: row[name] for name in COLUMNS}, "seeds": len(row["seeds"])})
-    return out.getvalue()
+    rows = [{**{name: row[name] for name in COLUMNS}, "seeds": len(row["seeds"])} for row in summary["rows"]]
+    write_whole(folder / ROWS, csv_text(COLUMNS, rows))
+    write_whole(folder / "summary.json", json_text(summary))

@@ -6,16 +6,13 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.ablate_rules import Ablation, Part, get_preset, rules_of, with_seeds
 from lrmoe.experiments.lists import numbers, split
+from lrmoe.experiments.terminal import open_console, say
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-_FILE_WIDTH = 240  # characters
 _DEFAULTS = {
     "scores": "lrm",
     "estimators": "sampled",
@@ -115,8 +112,8 @@ def _run(ablation: Ablation, workers: int | None, overwrite: bool, as_json: bool
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers {workers}: must be at least 1")
     html.check_installed()  # before minutes of training, not after
-    console = _console(as_json)
-    _say(console, _announcement(ablation))
+    console = open_console(as_json)
+    say(console, _announcement(ablation))
     summary = run(ablation, workers=workers, overwrite=overwrite)
     loaded = load_run(ablation.folder)
     page = html.write([loaded], ablation.folder / "report.html")
@@ -124,8 +121,8 @@ def _run(ablation: Ablation, workers: int | None, overwrite: bool, as_json: bool
         print(*lines(summary), sep="\n")
     for table in report.tables(loaded):
         console.print(table.rich())
-    _say(console, report.verdict(loaded))
-    _say(console, f"{page}  ({summary['total_s']:.0f} s)")
+    say(console, report.verdict(loaded))
+    say(console, f"{page}  ({summary['total_s']:.0f} s)")
     sys.stdout.flush()
     return 0
 
@@ -144,16 +141,3 @@ def lines(summary: Mapping[str, Any]) -> Iterator[str]:
 
     for name, value, unit, own in figures_of(summary):
         yield json.dumps(figure(name, value, unit, "lower", **{**summary["context"], **own}), allow_nan=False)
-
-
-def _console(as_json: bool) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=as_json)
-    if not console.is_terminal:  # a file or a pipe has no width: words of wide tables stay whole
-        console = Console(stderr=as_json, width=_FILE_WIDTH)
-    return console
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

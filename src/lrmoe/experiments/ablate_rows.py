@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lrmoe.experiments.ablate_rules import Cell
 from lrmoe.experiments.regimes import get_regime
-from lrmoe.experiments.statistics import Paired, paired
+from lrmoe.experiments.statistics import Paired, averaged, paired
+from lrmoe.telemetry.figures import finite
 
 if TYPE_CHECKING:
     from lrmoe.experiments.trajectory import Trajectory
@@ -33,11 +34,11 @@ def cell_values(cell: Cell, trajectory: Trajectory) -> dict[str, Any]:
         "label": "nothing dropped" if rule is None else rule.label,
         **fields,
         "name": None if rule is None else rule.name,
-        "loss": _finite(trajectory.final_loss),
+        "loss": finite(trajectory.final_loss),
         "steps_to_target": None if target is None else trajectory.steps_to(target),
-        "kept_share": _finite(float(trajectory.kept_share.mean())),
-        "dropped_energy": _finite(float(trajectory.dropped_energy.mean())),
-        "added_variance": _finite(float(trajectory.added_variance.mean())),
+        "kept_share": finite(float(trajectory.kept_share.mean())),
+        "dropped_energy": finite(float(trajectory.dropped_energy.mean())),
+        "added_variance": finite(float(trajectory.added_variance.mean())),
     }
 
 
@@ -63,7 +64,7 @@ def _row(group: Sequence[Values], exact: Mapping[tuple[str, int], Values]) -> di
     steps = [(a["steps_to_target"], b["steps_to_target"]) for a, b in pairs]
     ratios = [a / b for a, b in steps if a is not None and b is not None]
     arrived = bool(ratios) and len(ratios) == len(pairs)
-    row |= _stated("steps_ratio", paired(ratios, [0.0] * len(ratios)) if arrived else None)
+    row |= _stated("steps_ratio", averaged(ratios) if arrived else None)
     for name in ("loss", "kept_share", "dropped_energy", "added_variance"):
         row[name] = _mean([cell[name] for cell in group])
     return row
@@ -91,7 +92,7 @@ def between(cells: Sequence[Values]) -> list[dict[str, Any]]:
                 "worse": worse[0]["name"],
                 "seeds": difference.n,
                 "gap": abs(difference.mean),
-                "gap_se": _finite(difference.standard_error),
+                "gap_se": finite(difference.standard_error),
                 "resolved": difference.resolved(),
             }
         )
@@ -121,16 +122,12 @@ def _ratio(ours: Sequence[float | None], base: Sequence[float | None]) -> list[f
 def _stated(name: str, found: Paired | None) -> dict[str, float | None]:
     if found is None:
         return {name: None, f"{name}_se": None}
-    return {name: found.mean, f"{name}_se": _finite(found.standard_error)}
+    return {name: found.mean, f"{name}_se": finite(found.standard_error)}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known and len(known) == len(values) else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def figures_of(summary: Values) -> Iterator[tuple[str, float, str, dict[str, Any]]]:

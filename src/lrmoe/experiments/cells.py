@@ -1,6 +1,6 @@
 """The cells of a comparison of several seeds, models or auxiliary losses: each an ordinary comparison.
 
-runs/<name>/            of the whole
+runs/<name>/            of the whole, with rows.csv
     cells/<model>-<regime>-aux<a>-seed<s>/     of one cell
 """
 
@@ -18,7 +18,7 @@ from lrmoe.experiments.config import Experiment
 from lrmoe.training.config import ModelConfig, TrainConfig
 from lrmoe.training.presets import PRESETS, get_preset
 
-CELLS = "cells"
+CELLS, ROWS = "cells", "rows.csv"
 CONFIGURED = "configured"  # the regime of a comparison that names none
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.presets import get_preset
+from lrmoe.experiments.terminal import open_console, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from lrmoe.experiments.cells import Cell
     from lrmoe.experiments.config import Experiment
 
-_FILE_WIDTH = 240  # characters
 _AIMS = {"target_loss": "targets", "targets": "target_loss"}  # two keys for one thing
 
 
@@ -173,24 +173,11 @@ def _run(preset: str, values: Mapping[str, Any], overwrite: bool, as_json: bool)
     experiment = Experiment.from_dict(preset, values)
     cells = cells_of(experiment)
     html.check_installed()  # before minutes of training, not after
-    console = _console(as_json)
-    _say(console, _announcement(experiment, len(cells)))
+    console = open_console(as_json)
+    say(console, _announcement(experiment, len(cells)))
     if len(cells) > 1:
         return _matrix(experiment, cells, console, overwrite, as_json)
     return _single(cells[0].experiment, console, overwrite, as_json)
-
-
-def _console(as_json: bool) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=as_json)
-    if not console.is_terminal:  # a file or a pipe has no width: words of wide tables stay whole
-        console = Console(stderr=as_json, width=_FILE_WIDTH)
-    return console
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _single(experiment: Experiment, console: Console, overwrite: bool, as_json: bool) -> int:
@@ -205,7 +192,7 @@ def _single(experiment: Experiment, console: Console, overwrite: bool, as_json: 
 
     make_room(experiment, overwrite=overwrite)
     cache = Path(experiment.train.train.runs) / CACHE.name
-    summary = run(started(experiment, cache, partial(_say, console)), overwrite=overwrite)
+    summary = run(started(experiment, cache, partial(say, console)), overwrite=overwrite)
     loaded = load_run(experiment.folder)
     page = html.write([loaded], experiment.folder / "report.html")
     if as_json:
@@ -215,8 +202,8 @@ def _single(experiment: Experiment, console: Console, overwrite: bool, as_json: 
         shown.insert(1, targets(loaded))
     for table in shown:
         console.print(table.rich())
-    _say(console, html.verdict(loaded))
-    _say(console, f"{page}  ({summary['total_s']:.0f} s)")
+    say(console, html.verdict(loaded))
+    say(console, f"{page}  ({summary['total_s']:.0f} s)")
     sys.stdout.flush()
     arrived = all(entry["reached"] for entry in summary["systems"].values())
     return 0 if arrived else 1
@@ -230,14 +217,14 @@ def _matrix(
     from lrmoe.report.load import load_run
     from lrmoe.report.matrix_figures import lines
 
-    summary = run_matrix(experiment, cells, overwrite=overwrite, say=partial(_say, console))
+    summary = run_matrix(experiment, cells, overwrite=overwrite, say=partial(say, console))
     loaded = load_run(experiment.folder)
     page = html.write([loaded], experiment.folder / "report.html")
     if as_json:
         print(*lines(summary), sep="\n")
     for table in matrix.tables(loaded, brief=True):
         console.print(table.rich())
-    _say(console, matrix.verdict(loaded))
-    _say(console, f"{page}  ({summary['total_s']:.0f} s of {len(cells)} cells)")
+    say(console, matrix.verdict(loaded))
+    say(console, f"{page}  ({summary['total_s']:.0f} s of {len(cells)} cells)")
     sys.stdout.flush()
     return 0 if all(row["reached"] for row in summary["rows"]) else 1

@@ -25,7 +25,7 @@ from lrmoe.experiments.lane import Lane
 from lrmoe.experiments.live import Place, Progress
 from lrmoe.experiments.racers import Racer, lanes_of, make_racers, turns
 from lrmoe.report.data import BASELINE
-from lrmoe.telemetry.figures import environment
+from lrmoe.telemetry.figures import environment, finite
 from lrmoe.training.data import Corpus
 from lrmoe.training.folder import METRICS, SUMMARY, check_free, claim
 from lrmoe.training.launch import run_workers
@@ -115,7 +115,7 @@ def contest(experiment: Experiment, place: Place | None = None) -> dict[str, Any
 def common_loss(lanes: Sequence[Lane]) -> float | None:
     """The lowest smoothed loss that every system that fits its budget reached at some step, or None without one."""
     loss = max((lane.lowest for lane in lanes if "infeasible" not in lane.extra), default=math.inf)
-    return loss if math.isfinite(loss) else None
+    return finite(loss)
 
 
 def _outputs(

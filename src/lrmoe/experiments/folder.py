@@ -1,4 +1,4 @@
-"""Folders of commands that train nothing: another run is never replaced unasked. Needs no torch."""
+"""Folders of commands that write no checkpoints: another run is never replaced unasked. Needs no torch."""
 
 from __future__ import annotations
 

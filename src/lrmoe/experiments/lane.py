@@ -14,6 +14,7 @@ from lrmoe.experiments.fairness import TRAINS, Sizes, fairness
 from lrmoe.experiments.memory import memory_summary
 from lrmoe.experiments.smoothing import LossWindow
 from lrmoe.experiments.systems import System
+from lrmoe.telemetry.figures import finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +201,3 @@ def _energies(costs: Sequence[StepCost]) -> dict[str, float]:
     scored = [c for c in costs if c.energy > 0]
     names = ("dropped_energy", "added_variance")
     return {name: sum(getattr(c, name) for c in scored) / (len(scored) or 1) for name in names}
-
-
-def finite(value: float) -> float | None:
-    """The number, or None where JSON has no word for it."""
-    return value if math.isfinite(value) else None

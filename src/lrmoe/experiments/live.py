@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lrmoe.experiments.lane import Lane
+from lrmoe.experiments.terminal import REFRESH_S, duration, say
 
-REFRESH_S = 0.25
 _ONE_LINE = 3  # lanes; more get a line each
 
 
@@ -47,14 +47,6 @@ class Place:
         else:
             return "time left not known yet"
         return f"{word} {duration(self.left * each + max(0.0, each - elapsed_s))} left"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 class Progress:
@@ -123,7 +115,7 @@ class Progress:
         return "done" if self._target_loss is None else "reached"
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, text)
 
     def _words(self, lane: Lane, link: float | None) -> str:
         _, loss, kept, _, critical = self._cells(lane, link)

@@ -17,11 +17,13 @@ from lrmoe.errors import ConfigError, InfeasibleError, LRMoEError
 from lrmoe.experiments.cells import Cell
 from lrmoe.experiments.compare import compare
 from lrmoe.experiments.config import Experiment
-from lrmoe.experiments.live import Place, duration
+from lrmoe.experiments.live import Place
 from lrmoe.experiments.matrix_folder import KIND, begin, check, finished, write_summary
-from lrmoe.experiments.matrix_rows import as_csv, ratios, rows_of
+from lrmoe.experiments.matrix_rows import COLUMNS, ratios, rows_of
 from lrmoe.experiments.regimes import CACHE
 from lrmoe.experiments.starting import started
+from lrmoe.experiments.terminal import duration
+from lrmoe.experiments.writing import csv_text
 from lrmoe.telemetry.figures import environment
 
 _SEEN_OF_CELL = ("link_bytes_per_s", "link_rule", "common_loss", "total_s")
@@ -96,7 +98,7 @@ def _write(experiment: Experiment, cells: Sequence[Cell]) -> dict[str, Any]:
         "total_s": sum(summary["total_s"] for _, summary in found),
         "context": environment(),
     }
-    write_summary(experiment, summary, as_csv(rows))
+    write_summary(experiment, summary, csv_text(COLUMNS, rows))
     return summary
 
 

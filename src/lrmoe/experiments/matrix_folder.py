@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.errors import ConfigError
-from lrmoe.experiments.cells import CELLS, Cell
+from lrmoe.experiments.cells import CELLS, ROWS, Cell
 from lrmoe.experiments.config import Experiment
+from lrmoe.experiments.writing import json_text, write_whole
 from lrmoe.training.config import read_toml
 from lrmoe.training.folder import CONFIG, SUMMARY, check_free, claim
 
 KIND = "matrix"
-ROWS = "rows.csv"
 # keys that change nothing that a cell measures
 _FREE = {"train": {"name", "runs", "log_every"}, "compare": {"against"}}
 
@@ -90,14 +90,8 @@ def begin(experiment: Experiment, *, overwrite: bool) -> None:
 
 def write_summary(experiment: Experiment, summary: Mapping[str, Any], rows: str) -> None:
     """Write summary.json and rows.csv, each whole or not at all."""
-    _replace(experiment.folder / ROWS, rows)
-    _replace(experiment.folder / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_whole(experiment.folder / ROWS, rows)
+    write_whole(experiment.folder / SUMMARY, json_text(summary))
 
 
 def _refused(experiment: Experiment, reason: str) -> ConfigError:

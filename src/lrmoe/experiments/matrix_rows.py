@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lrmoe.experiments.cells import Cell
-from lrmoe.experiments.statistics import paired
+from lrmoe.experiments.statistics import averaged
 
 QUANTITIES = ("steps", "critical_s", "wall_s", "wire_bytes", "buffer_peak_bytes")  # of which ratios are taken
 COLUMNS = (
@@ -66,10 +64,10 @@ def _ratios(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Ite
             if base[quantity] and ours[quantity] is not None
         ]
         if values:
-            found = paired(values, [1.0] * len(values))
+            found = averaged(values)
             yield {
                 "quantity": quantity,
-                "ratio_mean": 1.0 + found.mean,
+                "ratio_mean": found.mean,
                 "standard_error": found.standard_error if found.n > 1 else None,
                 "seeds": found.n,
             }
@@ -77,12 +75,3 @@ def _ratios(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Ite
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in (*_CASE, "seed"))
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as CSV with a header; a value that is not there is empty."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()

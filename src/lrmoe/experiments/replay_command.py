@@ -13,7 +13,8 @@ from rich.console import Console
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.folder import check_free, clear
 from lrmoe.experiments.replay_question import check_memory, make_question
-from lrmoe.experiments.simulation import keep_trace, named_folder, progress_bar
+from lrmoe.experiments.simulation import keep_trace, named_folder
+from lrmoe.experiments.terminal import progress_bar, say
 from lrmoe.report import html
 from lrmoe.report import replay as page
 from lrmoe.report.load import load_run
@@ -117,8 +118,8 @@ def _show(summary: Mapping[str, Any], folder: Path, console: Console, as_json: b
             print(json.dumps(line, allow_nan=False))
     for table in (page.times(run), page.memory(run)):
         console.print(table.rich())
-    console.print(page.verdict(run), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{written}  ({summary['total_s']:.0f} s)", markup=False, highlight=False, soft_wrap=True)
+    say(console, page.verdict(run))
+    say(console, f"{written}  ({summary['total_s']:.0f} s)")
     return 0
 
 

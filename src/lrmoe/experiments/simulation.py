@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.folder import check_free, clear
+from lrmoe.experiments.terminal import progress_bar, say
 from lrmoe.report import html, simulation
 from lrmoe.report.load import load_run
 from lrmoe.simulate.published import SEEDS, published_settings, run_published
@@ -27,7 +27,6 @@ from lrmoe.telemetry.traces import load
 
 RUNS = Path("runs")
 _OWN = ("summary.json", "report.html")
-SAY_EVERY_S = 5.0  # between lines where there is no terminal
 _FIXED_BY_PRESET = (
     "trace", "generator", "ranks", "experts", "top_k", "tokens", "steps", "budget", "seed", "max_drop", "model",
     "hardware", "options",
@@ -225,34 +224,6 @@ def keep_trace(trace: Path | None, folder: Path) -> None:
         raise ConfigError(f"name={folder.name!r}: {folder} holds the trace that is read; choose another name")
 
 
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal; elsewhere a line every few seconds, so that short runs say nothing."""
-    errors = Console(stderr=True)
-    if errors.is_terminal:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        with Progress(*columns, console=errors, transient=True) as bar:
-            task = bar.add_task("", total=None)
-            yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
-        return
-    last = time.monotonic()
-
-    def say(text: str, done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= SAY_EVERY_S:
-            last = time.monotonic()
-            errors.print(f"{done}/{total}  {text}", markup=False, highlight=False, soft_wrap=True)
-
-    yield say
-
-
 def _show(summary: Mapping[str, Any], folder: Path, console: Console, as_json: bool) -> int:
     try:
         clear(folder)
@@ -269,7 +240,7 @@ def _show(summary: Mapping[str, Any], folder: Path, console: Console, as_json: b
     for table in (*simulation.tables(loaded), simulation.fairness_short(loaded)):
         console.print(table.rich())
     console.print(simulation.verdict(loaded), markup=False, highlight=False)
-    console.print(f"{page}  ({summary['total_s']:.0f} s)", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"{page}  ({summary['total_s']:.0f} s)")
     return exit_code(summary)
 
 

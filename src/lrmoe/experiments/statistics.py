@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """Differences of pairs.
+    """Differences of pairs, or their ratios.
 
     Attributes:
         mean: of the differences.
@@ -20,10 +20,6 @@ class Paired:
     mean: float
     standard_error: float
     n: int
-
-    def below(self, limit: float, errors: float = 2.0) -> bool:
-        """Whether the mean is at most `limit` plus so many standard errors."""
-        return self.mean <= limit + errors * self.standard_error
 
     def resolved(self, errors: float = 2.0) -> bool:
         """Whether the mean differs from 0 by more than so many standard errors."""
@@ -43,10 +39,14 @@ def paired(values_a: Sequence[float], values_b: Sequence[float]) -> Paired:
         raise ValueError(
             f"values_a has {len(values_a)} values, values_b {len(values_b)}: must be as many, 1 or more"
         )
-    differences = [a - b for a, b in zip(values_a, values_b, strict=True)]
-    n = len(differences)
-    mean = math.fsum(differences) / n
+    return averaged([a - b for a, b in zip(values_a, values_b, strict=True)])
+
+
+def averaged(values: Sequence[float]) -> Paired:
+    """Mean and standard error of differences or ratios that were taken pair by pair; at least one."""
+    n = len(values)
+    mean = math.fsum(values) / n
     if n == 1:
         return Paired(mean=mean, standard_error=math.nan, n=1)
-    variance = math.fsum((d - mean) ** 2 for d in differences) / (n - 1)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
     return Paired(mean=mean, standard_error=math.sqrt(variance / n), n=n)

@@ -32,10 +32,12 @@ from lrmoe.experiments.recorder import Recorder
 from lrmoe.experiments.regimes import corpus_of
 from lrmoe.experiments.smoothing import LossWindow
 from lrmoe.experiments.virtual import ExecutionSize, by_count, spread
+from lrmoe.experiments.writing import write_whole
 from lrmoe.integrations.transformers import watch_layers
 from lrmoe.layer import MoELayer
 from lrmoe.planning.policies import Policy, get_policy
 from lrmoe.planning.problem import IntArray
+from lrmoe.telemetry.figures import finite
 from lrmoe.telemetry.layers import over_all
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
@@ -150,9 +152,7 @@ def run_trajectory(job: TrajectoryJob, report: Report | None = None) -> None:
             if report is not None:
                 report(step)
     watch.save_counts(job.folder / COUNTS)
-    partial = job.folder / f".{DONE}"
-    partial.write_text(json.dumps(job.described()) + "\n", encoding="utf-8")
-    partial.replace(job.folder / DONE)
+    write_whole(job.folder / DONE, json.dumps(job.described()) + "\n")
 
 
 def _prepared(job: TrajectoryJob) -> tuple[Trainer, _Watch]:
@@ -175,7 +175,7 @@ def _line(metrics: StepMetrics, smoothed: float | None) -> dict[str, Any]:
         "dropped_energy": over_all(metrics.records_by_rank, "energy_dropped"),
         "added_variance": over_all(metrics.records_by_rank, "variance_added"),
     }
-    return {"step": metrics.step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
+    return {"step": metrics.step, **{name: finite(value) for name, value in values.items()}}
 
 
 class _Watch:

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-_REFRESH_S = 0.25
+from lrmoe.experiments.terminal import REFRESH_S, duration, say
 
 
 class Display:
@@ -53,7 +53,7 @@ class Display:
     def running(self, jobs: Sequence[tuple[str, int, int]]) -> None:
         """Show what is going on: (name, step, steps) of every running job."""
         self._running = jobs
-        if self._live is not None and time.monotonic() - self._drawn >= _REFRESH_S:
+        if self._live is not None and time.monotonic() - self._drawn >= REFRESH_S:
             self._drawn = time.monotonic()
             self._live.update(self._drawing(), refresh=True)
 
@@ -69,14 +69,12 @@ class Display:
 
     def _say(self, text: str) -> None:
         console = self._console if self._live is None else self._live.console
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(console, text)
         if self._live is None:
             sys.stderr.flush()
 
     def _left(self) -> str:
         """How long the rest will take, at the pace so far."""
-        from lrmoe.experiments.live import duration  # brings torch, which is not needed before jobs run
-
         steps = self._steps_done + sum(step for _, step, _ in self._running)
         if not steps:
             return "time left unknown"

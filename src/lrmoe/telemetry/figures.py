@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import platform
 import sys
@@ -26,6 +27,11 @@ def figure(name: str, value: float, unit: str, better: str, **context: Any) -> d
         "better": better,
         "context": {**environment(), **context},
     }
+
+
+def finite(value: float) -> float | None:
+    """The number, or None where JSON has no word for it."""
+    return value if math.isfinite(value) else None
 
 
 def environment() -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lrmoe.telemetry.figures import finite
 from lrmoe.training.metrics import StepMetrics
 from lrmoe.training.observed import add_observed, observed_summary
 
@@ -33,7 +33,7 @@ class Totals:
 
     def add(self, metrics: StepMetrics) -> None:
         """Take one step in."""
-        self.last_loss = metrics.loss if math.isfinite(metrics.loss) else None
+        self.last_loss = finite(metrics.loss)
         self.tokens += metrics.tokens
         self.pairs += sum(r.pairs for r in metrics.records)
         self.kept += sum(r.kept for r in metrics.records)
@@ -51,8 +51,7 @@ class Totals:
     def summary(self) -> dict[str, Any]:
         """Under the names of a comparison's systems; null where no step was done. `observed` only where it was."""
         evaluated: Sequence[Mapping[str, Any]] = [
-            {"step": int(step), "loss": loss if math.isfinite(loss) else None}
-            for step, loss in self.eval_losses
+            {"step": int(step), "loss": finite(loss)} for step, loss in self.eval_losses
         ]
         return {
             "final_loss": self.last_loss,
