@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lrmoe.config import LRMoEConfig
+from lrmoe.config import FORWARD_SCORES, LRMoEConfig
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.regimes import CACHE, get_regime
 from lrmoe.training.config import LoopConfig
@@ -183,23 +183,14 @@ def rules_of(
         ConfigError: a value that no rule can have, or no combination that makes sense.
     """
     found: dict[Rule, None] = {}
-    refused: ConfigError | None = None
+    others = any(score in FORWARD_SCORES for score in scores)
     for values in product(select_ins, estimators, quota_rules, router_grads, scores, drops):
         select_in, estimator, quota_rule, router_grad, score, drop = values
-        fields: dict[str, Any] = {
-            "score": score,
-            "estimator": estimator,
-            "drop": drop,
-            "quota_rule": quota_rule,
-        }
-        try:
-            found[Rule(**fields, router_grad=router_grad, select_in=select_in)] = None
-        except ConfigError as error:
-            if "select_in='forward' with score" not in str(error):
-                raise
-            refused = refused or error
-    if refused is not None and not any(rule.select_in == "forward" for rule in found):
-        raise refused
+        rule = Rule(
+            score=score, estimator=estimator, drop=drop, quota_rule=quota_rule, router_grad=router_grad
+        )
+        if select_in != "forward" or score in FORWARD_SCORES or not others:
+            found[dataclasses.replace(rule, select_in=select_in)] = None
     return tuple(found)
 
 
