@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -161,3 +162,51 @@ def test_another_number_of_ranks_takes_over_what_means_the_same_there(
     assert all(one == found[0] for one in found)
     assert found[0][1] == 0, "what two ranks had not sent means nothing to four"
     assert (found[0][2] >= 0) == (selection == "global")
+
+
+def other_way(estimator: str, selection: str, states: list[dict[str, Any]]) -> tuple[list[int], float]:
+    """Worker: a layer of another configuration goes on from these states; its first quotas, and scores it knows of."""
+    limit = {"max_added_variance": 0.1} if estimator == "sampled" else {}
+    config = pruning(max_drop=0.6, estimator=estimator, selection=selection, **limit)
+    layer = build(CASE, config, group=dist.group.WORLD, step=5)
+    layer.load_state_dict(reshard(states, dist.get_rank(), dist.get_world_size()))
+    known = float(layer.controller.learned.sums_XF.sum())
+    return advance(layer, config, range(5, 6))[0].quota_E, known
+
+
+def states_of(estimator: str, selection: str) -> dict[str, Any]:
+    """Worker: this rank's state after some calls."""
+    config = pruning(max_drop=0.6, estimator=estimator, selection=selection)
+    layer = build(CASE, config, group=dist.group.WORLD)
+    advance(layer, config, range(5))
+    return layer.state_dict()
+
+
+WAYS = [("sampled", "global"), ("sampled", "local"), ("topk", "global")]
+
+
+@pytest.fixture(scope="module")
+def pool1() -> Iterator[Pool]:
+    """One gloo process."""
+    pool = Pool(1)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_a_run_goes_on_with_another_estimator_or_selection_or_number_of_ranks(
+    request: pytest.FixtureRequest, ranks: tuple[int, int]
+) -> None:
+    """What was learned carries over where it means the same, and begins anew elsewhere."""
+    before, after = (request.getfixturevalue(f"pool{size}") for size in ranks)
+    for one in WAYS:
+        states = before.run(states_of, *one, limit_s=60)
+        for other in WAYS:
+            found = after.run(other_way, *other, states, limit_s=60)
+            assert all(quota == found[0][0] for quota, _ in found), f"{one} to {other}"
+            by_home = [
+                way == ("sampled", "global") or (way[0] == "sampled" and size == 1)
+                for way, size in zip((one, other), ranks, strict=True)
+            ]
+            same = one == other == ("sampled", "local") and ranks[0] == ranks[1]
+            assert (found[0][1] > 0) == (all(by_home) or same), f"{one} to {other}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +77,17 @@ def test_no_gradient_at_all_compares_as_equal() -> None:
     case = dataclasses.replace(CASE, grad_out=torch.zeros_like(CASE.grad_out))
     record = run(case, pruning(max_drop=0.5, check_every=1)).record
     assert (record.check_cosine, record.check_relative_error) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_compares_as_no_number(bad: float) -> None:
+    grad = CASE.grad_out.clone()
+    grad[3, 2] = bad
+    record = run(dataclasses.replace(CASE, grad_out=grad), pruning(max_drop=0.5, check_every=1)).record
+    assert record.check_cosine is not None
+    assert record.check_relative_error is not None
+    assert math.isnan(record.check_cosine)
+    assert math.isnan(record.check_relative_error)
 
 
 def steps_checked(config: Any, *, steps: int, layers: Sequence[int] = (2, 5, 9)) -> list[tuple[int, int]]:

@@ -40,3 +40,10 @@ def test_the_histogram_of_a_large_expert_is_that_of_all_its_rows() -> None:
     assert some is not None
     assert whole is not None
     assert np.abs(some.bins_EB2[0, :, 0] - whole.bins_EB2[0, :, 0]).max() < 0.03
+
+
+def test_the_default_device_does_not_matter() -> None:
+    scores, counts = lognormal(3 * _ROWS, 1), torch.tensor([3 * _ROWS])
+    plain = score_sums(scores, counts)
+    with torch.device("meta"):
+        assert torch.equal(score_sums(scores, counts), plain)

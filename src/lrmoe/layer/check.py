@@ -85,9 +85,12 @@ def _sums(pruned: Gradients, exact: Gradients, device: torch.device) -> Tensor:
 
 
 def _compare(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and |pruned - exact| / |exact|, fp64 scalars; 1 and 0 where the exact gradient is zero."""
+    """Cosine and |pruned - exact| / |exact|, fp64 scalars; 1 and 0 where the exact gradient is zero.
+
+    Not a number where a gradient is not finite.
+    """
     dot, pruned, exact, difference = sums.unbind()
-    there = exact > 0
+    there = exact != 0
     cosine = dot / (pruned * exact).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     error = (difference / exact).sqrt()
     return torch.where(there, cosine, 1.0), torch.where(there, error, 0.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.planning import LayerPlan
-from lrmoe.planning.auto import AutoDrop
+from lrmoe.planning.auto import RECOMPUTE_RATIO, STASH_RATIO, AutoDrop
 from lrmoe.planning.problem import FloatArray
 from lrmoe.planning.score_bins import ScoreHistory
 from lrmoe.planning.variance import VarianceLimit, largest_drop, predicted_variance, scaled
@@ -42,7 +42,8 @@ class DropControl:
         self._most, self._overload = config.max_drop, config.drop == "overload"
         limit = config.max_added_variance
         self.variance = None if limit is None else VarianceLimit(limit=limit)
-        self.auto = AutoDrop() if config.drop == "auto" else None
+        ratio = RECOMPUTE_RATIO if config.recompute else STASH_RATIO
+        self.auto = AutoDrop(unmeasured=ratio) if config.drop == "auto" else None
 
     @property
     def active(self) -> bool:
@@ -61,9 +62,10 @@ class DropControl:
         if self.variance is None or not calls or (told_R3[:, 0] != calls).any():
             return
         added, own = (sum(column) for column in told_R3[:, 1:].T.tolist())
-        self.variance.book(
-            added / own if own > 0 else 0.0, None if predicted is None else predicted / calls, calls
-        )
+        if own > 0:
+            self.variance.book(added / own, None if predicted is None else predicted / calls, calls)
+        else:  # no gradient arrived, or none that is finite: it adds nothing, and says nothing of the prediction
+            self.variance.book(0.0, None, calls)
 
     def measure(self, told_R4: FloatArray) -> None:
         """What an exact call took on each rank; see `AutoDrop.measure`."""

@@ -42,7 +42,8 @@ def _thinned(score_M: Tensor, counts_X: Tensor) -> tuple[Tensor, Tensor, Tensor]
     parts = score_M.split(counts_X.tolist())
     every = [-(-part.shape[0] // _ROWS) or 1 for part in parts]
     thin = [part[::step] for part, step in zip(parts, every, strict=True)]
-    return torch.cat(thin), torch.tensor([part.shape[0] for part in thin]), torch.tensor(every)
+    rows = torch.tensor([part.shape[0] for part in thin], device="cpu")
+    return torch.cat(thin), rows, torch.tensor(every, device="cpu")
 
 
 def _sums(score_M: Tensor, counts_X: Tensor) -> Tensor:
@@ -134,23 +135,26 @@ class Learned:
         """Restore what `state` gave.
 
         A state of before, with `score_mean` by home expert only, gives the means; spreads are unknown until the next
-        pruned call. What other ranks than these left unsent is forgotten.
+        pruned call. Scores of another kind (`topk` had none, or other ranks knew their own pairs only) begin anew, and
+        what other ranks than these left unsent is forgotten.
 
         Raises:
             ConfigError: the state is of another number of experts; nothing is changed then.
         """
         same = state.get("own", {}).get("ranks") == self.ranks
-        rows = state["own"].get("score_sums", []) if self._own and same else state.get("score_sums", [])
+        rows = state.get("score_sums", [])
+        if self._own:
+            rows = state["own"].get("score_sums", []) if same else []
         if "score_sums" not in state and not self._own:
             rows = [[float(m > 0), m, m * m] + [0.0] * (2 * BINS) for m in state["score_mean"]]
         fresh = torch.zeros_like(self.sums_XF, device="cpu")
-        if rows or not self._own:
+        if rows and self.sums_XF.numel():
             found = torch.tensor(rows, dtype=torch.float64, device="cpu")
-            if self.sums_XF.numel() and found.shape != fresh.shape:
+            if found.shape != fresh.shape:
                 raise ConfigError(
                     f"score_sums is {tuple(found.shape)}: (experts, columns) on this rank are {tuple(fresh.shape)}"
                 )
-            fresh = found if self.sums_XF.numel() else fresh
+            fresh = found
         self.sums_XF = fresh
         self.sent()
         if same:
