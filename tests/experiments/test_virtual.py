@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,8 @@ def test_quotas_are_the_policys_on_eight_ranks(seed: int, prices: tuple[float, f
     there = policy(widened(problem, 8, 2, prices))
     assert (plan.quota_E == there.quota_E).all()
     assert plan.forward_load_R.tolist() == [4096]
+    assert plan.peak_rows == there.peak_rows
+    assert replace(plan, reason="auto").peak_rows == there.peak_rows < (4096, 4096)
     assert (plan.quota_E != policy(problem).quota_E).any()  # one rank has no peak to lower
 
 

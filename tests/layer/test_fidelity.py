@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lrmoe.layer import MoELayer
+from lrmoe.planning.auto import STASH_RATIO
 from lrmoe.telemetry import CallRecord
 from tests.layer.harness import REENTRANT, build, forward, leaves, pruning, run
 from tests.reference import GRADS, Case, make_case

@@ -8,9 +8,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from lrmoe.config import LRMoEConfig
 from lrmoe.errors import InfeasibleError
+from lrmoe.layer.drops import DropControl
 from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
-from lrmoe.planning.auto import DEFAULT_RATIO, EVERY, NOISE_SHARE, AutoDrop, grid, weigh
+from lrmoe.planning.auto import (
+    CHOOSING,
+    EVERY,
+    NOISE_SHARE,
+    RECOMPUTE_RATIO,
+    STASH_RATIO,
+    AutoDrop,
+    grid,
+    weigh,
+)
 from lrmoe.planning.variance import predicted_variance
 
 COUNTS = np.full((2, 8), 500)
@@ -30,7 +41,7 @@ def test_time_counts_peak_rows_and_steps_count_added_variance() -> None:
     plan = plan_at(0.5)
     none, half = weigh([(0.0, plan_at(0.0)), (0.5, plan)], growing(1.0), 3.0)
     assert (none.time, none.steps) == (1.0, 1.0)
-    assert half.time == pytest.approx((1 + 3.0 * 0.5) / 4)
+    assert half.time == pytest.approx((1 + CHOOSING + 3.0 * 0.5) / 4)
     assert half.steps == pytest.approx(1 + NOISE_SHARE * 1.0)
     assert half.cost == half.time * half.steps
 
@@ -41,7 +52,8 @@ def test_the_decision_is_the_least_cost_of_a_fine_grid_to_one_step(scale: float)
     assert auto.due(known=True)
     auto.decide(plan_at, growing(scale), 0.9)
     fine = np.linspace(0, 0.9, 400)
-    cost = (1 + DEFAULT_RATIO * (1 - fine)) / 3 * (1 + NOISE_SHARE * scale * fine / (1 - fine))
+    time = (1 + CHOOSING * (fine > 0) + STASH_RATIO * (1 - fine)) / (1 + STASH_RATIO)
+    cost = time * (1 + NOISE_SHARE * scale * fine / (1 - fine))
     assert auto.drop in grid(0.9)
     assert abs(auto.drop - fine[np.argmin(cost)]) <= 0.9 / 8 + 1e-9
     assert auto.time * auto.steps <= cost.min() * 1.02
@@ -72,9 +84,9 @@ def test_it_decides_at_the_first_call_when_scores_become_known_and_every_so_ofte
 
 def test_calibration_leaves_the_first_call_out_sums_over_ranks_and_is_frozen() -> None:
     auto = AutoDrop()
-    assert auto.ratio == DEFAULT_RATIO
+    assert auto.ratio == STASH_RATIO
     auto.measure(np.array([[900.0, 1.0, 10, 10], [1.0, 1.0, 10, 10]]))
-    assert auto.ratio == DEFAULT_RATIO
+    assert auto.ratio == STASH_RATIO
     auto.measure(np.array([[1.0, 4.0, 10, 10], [3.0, 8.0, 30, 20]]))
     assert auto.ratio == pytest.approx((12 / 30) / (4 / 40))
     auto.measure(np.zeros((2, 4)))
@@ -83,6 +95,27 @@ def test_calibration_leaves_the_first_call_out_sums_over_ranks_and_is_frozen() -
     auto.measure(np.array([[1.0, 100.0, 1, 1], [1.0, 100.0, 1, 1]]))
     assert auto.ratio == pytest.approx(4.0)
     assert not auto.measuring
+
+
+def test_choosing_must_pay_for_itself() -> None:
+    none, little, much = weigh([(d, plan_at(d)) for d in (0.0, 0.1, 0.2)], growing(0.0), 1.5)
+    assert none.time == 1.0
+    assert little.time > 1.0 > much.time
+
+
+def test_peaks_are_those_that_the_plan_tells() -> None:
+    plan = plan_at(0.5)
+    assert plan.peak_rows == (plan.forward_load_R.max(), plan.backward_load_R.max())
+
+
+def test_the_unmeasured_ratio_follows_the_configuration_and_not_the_state() -> None:
+    stash, recompute = AutoDrop(), AutoDrop(unmeasured=RECOMPUTE_RATIO)
+    recompute.load(stash.state())
+    assert recompute.ratio == RECOMPUTE_RATIO > stash.ratio
+    for config, ratio in (("stash", STASH_RATIO), ("auto", STASH_RATIO), ("recompute", RECOMPUTE_RATIO)):
+        control = DropControl(LRMoEConfig(drop="auto", activations=config))
+        assert control.auto is not None
+        assert control.auto.ratio == ratio
 
 
 def test_state_is_json_and_decides_alike() -> None:

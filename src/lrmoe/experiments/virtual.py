@@ -10,7 +10,7 @@ Shape letters: R ranks, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -47,6 +47,23 @@ class ExecutionSize:
         return copy_rows * pairs / self.pairs, cross_rows
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StandIn(LayerPlan):
+    """A plan of one rank that stands for one of several: its loads are the one rank's, its peaks are theirs."""
+
+    peaks: tuple[int, int]
+
+    @property
+    def peak_rows(self) -> tuple[int, int]:
+        """Rows that the most loaded of the ranks would run, forward and backward."""
+        return self.peaks
+
+    @classmethod
+    def of(cls, plan: LayerPlan, peaks: tuple[int, int]) -> StandIn:
+        """The plan with the peaks of another."""
+        return cls(**{item.name: getattr(plan, item.name) for item in fields(LayerPlan)}, peaks=peaks)
+
+
 def spread(policy: Policy, ranks: int, slots: int, prices: tuple[float, float]) -> Policy:
     """A policy for one rank with the quotas of `policy` for `ranks` ranks that hold equal shares of the call.
 
@@ -57,7 +74,7 @@ def spread(policy: Policy, ranks: int, slots: int, prices: tuple[float, float]) 
         prices: of a copy and of a crossing row, in rows of compute.
 
     Returns:
-        The policy; its plans run every pair at its home, which is the one rank.
+        The policy; its plans run every pair at its home, which is the one rank, and tell the ranks' peaks.
 
     Raises:
         PlanError: in planning, where experts cannot be spread over the ranks.
@@ -65,7 +82,7 @@ def spread(policy: Policy, ranks: int, slots: int, prices: tuple[float, float]) 
 
     def plan(problem: Problem) -> LayerPlan:
         found = policy(widened(problem, ranks, slots, prices))
-        return LayerPlan.at_home(problem, found.quota_E, found.reason)
+        return StandIn.of(LayerPlan.at_home(problem, found.quota_E, found.reason), found.peak_rows)
 
     return plan
 

@@ -1,18 +1,18 @@
 """`drop="auto"`: the drop of least estimated time to loss, inside the limits.
 
-    time(d)  = 1 * forward peak rows + ratio * backward peak rows(d)      in units of one forward row
-    steps(d) = 1 + NOISE_SHARE * added(d)                                 over the steps with nothing dropped
+    time(d)  = forward peak rows + ratio * backward peak rows(d) + CHOOSING * forward peak rows, the last where d > 0
+    steps(d) = 1 + NOISE_SHARE * added(d)                                over the steps with nothing dropped
     chosen d = argmin time(d) * steps(d)
 
 `ratio`, what a backward row costs over a forward row, is measured in the layer's first exact calls and then frozen, so
-that a run decides alike on all ranks and after a restart; without exact calls it is 2, the ratio of their GEMMs.
+that a run decides alike on all ranks and after a restart. Without exact calls it is what a layer was measured to take
+whose exchange is a third of its time (benchmarks/auto.py), and so is CHOOSING: scores, selection, and handling rows by
+lists.
 
 added(d) is the sampled estimator's added variance over the gradient's own (variance.py). If progress per step is slowed
 by gradient noise of share s, as in large-batch analyses (McCandlish et al., 2018: steps = least steps * (1 + noise /
-batch)), noise that grows by the factor 1 + a costs steps by the factor 1 + s a. NOISE_SHARE is that s. Small byte-level
-models gave 0.11 to 0.14 in the middle of training from scratch (drops 0.7 and 0.85, added 0.73 and 2.2, steps to the
-same smoothed loss, one seed). In continued training loss differences at the same drops are several times smaller, so
-there 0.1 errs on the side of fewer dropped pairs.
+batch)), noise that grows by the factor 1 + a costs steps by the factor 1 + s a. NOISE_SHARE is that s, fitted to
+training runs at fixed drops (docs/estimators.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import FloatArray
 
 NOISE_SHARE = 0.1
-DEFAULT_RATIO = 2.0  # backward over forward per row: gradients of inputs and of weights, a product each
+# Backward over forward per row where nothing was timed: 2 and 3 by products alone, less by the exchange of rows, which
+# takes as long in both passes.
+STASH_RATIO, RECOMPUTE_RATIO = 1.5, 2.0
+CHOOSING = 0.2  # what choosing the kept set costs, in forward rows per row of the call
 EVERY = 50  # pruned calls between two decisions
 _GRID = 8  # drops that are weighed, beside none
 _MEASURED = 16  # exact calls that calibrate, the first left out (it warms up)
@@ -53,10 +56,12 @@ class AutoDrop:
     Attributes:
         forward_ms, backward_ms: summed over ranks and measured calls; forward_rows, backward_rows: of the same.
         calls: calls measured. frozen: whether a pruned call has come, after which nothing is measured.
+        unmeasured: the ratio while nothing is measured; follows the configuration, and is no state.
         drop, time, steps: the decision in force. age: pruned calls since it.
         knew: what it was made with: 0 there is none, 1 bounds only, 2 past scores.
     """
 
+    unmeasured: float = STASH_RATIO
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     forward_rows: float = 0.0
@@ -95,7 +100,7 @@ class AutoDrop:
     def ratio(self) -> float:
         """Cost of a backward row over a forward row."""
         if min(self.forward_ms, self.backward_ms, self.forward_rows, self.backward_rows) <= 0:
-            return DEFAULT_RATIO
+            return self.unmeasured
         return (self.backward_ms / self.backward_rows) / (self.forward_ms / self.forward_rows)
 
     def due(self, *, known: bool) -> bool:
@@ -129,12 +134,13 @@ class AutoDrop:
 
     def state(self) -> dict[str, Any]:
         """JSON-able."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "unmeasured"}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` gave."""
         for item in fields(self):
-            setattr(self, item.name, type(getattr(self, item.name))(state[item.name]))
+            if item.name != "unmeasured":
+                setattr(self, item.name, type(getattr(self, item.name))(state[item.name]))
 
 
 def grid(most: float) -> list[float]:
@@ -148,10 +154,10 @@ def weigh(
     """Time and steps of every drop, over those of the same call with nothing dropped."""
     found = []
     for drop, plan in plans:
-        forward = float(plan.forward_load_R.max(initial=0))
-        backward = float(plan.backward_load_R.max(initial=0))
+        forward, backward = plan.peak_rows
         whole = forward * (1 + ratio)
-        time = (forward + ratio * backward) / whole if whole else 1.0
+        choosing = 0.0 if plan.exact else CHOOSING * forward
+        time = (forward + choosing + ratio * backward) / whole if whole else 1.0
         found.append(Choice(drop=drop, time=time, steps=1 + NOISE_SHARE * added(plan)))
     return found
 

@@ -123,6 +123,11 @@ class LayerPlan:
         np.add.at(load, self.instance_rank_J, self.backward_J)
         return load
 
+    @property
+    def peak_rows(self) -> tuple[int, int]:
+        """Rows that the most loaded rank runs, forward and backward: what `drop="auto"` takes a call's time from."""
+        return int(self.forward_load_R.max(initial=0)), int(self.backward_load_R.max(initial=0))
+
     @cached_property
     def foreign_J(self) -> NDArray[np.bool_]:
         """Whether each instance lives away from its expert's home, bool (J,)."""
