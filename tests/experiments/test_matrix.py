@@ -17,6 +17,7 @@ from lrmoe.errors import ConfigError, InfeasibleError, LRMoEError
 from lrmoe.experiments import matrix
 from lrmoe.experiments.commands import compare, tables_of
 from lrmoe.experiments.config import Experiment
+from lrmoe.experiments.locks import locked
 from lrmoe.experiments.matrix_folder import make_room
 from lrmoe.experiments.matrix_rows import COLUMNS
 from lrmoe.report.load import load_run
@@ -285,3 +286,14 @@ def test_several_do_not_take_the_place_of_one_unasked(tmp_path: Path, without_tr
     with pytest.raises(ConfigError, match=r"holds an earlier run \(metrics\.jsonl\)"):
         compare(**options(tmp_path))
     assert without_training == []
+
+
+def test_a_folder_in_which_another_comparison_is_at_work_is_left_alone(
+    tmp_path: Path, without_training: list[str]
+) -> None:
+    folder = tmp_path / "runs" / "grid"
+    (tmp_path / "mine.py").write_text(DIES.format(marker="", metrics=""))
+    with locked(folder / ".lock"), pytest.raises(ConfigError, match="another `lrmoe compare` is at work"):
+        compare(**options(tmp_path))
+    assert without_training == []
+    assert [path.name for path in folder.iterdir()] == [".lock"]

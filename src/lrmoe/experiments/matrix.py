@@ -18,6 +18,7 @@ from lrmoe.experiments.cells import Cell
 from lrmoe.experiments.compare import compare
 from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.live import Place
+from lrmoe.experiments.locks import locked
 from lrmoe.experiments.matrix_folder import KIND, begin, check, finished, write_summary
 from lrmoe.experiments.matrix_rows import COLUMNS, ratios, rows_of
 from lrmoe.experiments.regimes import CACHE
@@ -43,10 +44,24 @@ def run_matrix(
         The summary: "rows" by cell, system and target, and "paired" ratios over seeds.
 
     Raises:
-        ConfigError: the folder cannot be written, holds another run, or cells of another configuration.
+        ConfigError: the folder cannot be written, holds another run, or cells of another configuration, or another
+            comparison is at work in it.
         LRMoEError: a cell failed; names it. The cells before it stay.
     """
     check(experiment, cells, overwrite=overwrite)
+    try:
+        with locked(experiment.folder / ".lock", wait=False):
+            return _run_missing(experiment, cells, overwrite, say)
+    except BlockingIOError:
+        raise ConfigError(
+            f"train.name={experiment.train.train.name!r}: another `lrmoe compare` is at work in {experiment.folder}; "
+            "let it end, or choose another --name"
+        ) from None
+
+
+def _run_missing(
+    experiment: Experiment, cells: Sequence[Cell], overwrite: bool, say: Callable[[str], None]
+) -> dict[str, Any]:
     begin(experiment, overwrite=overwrite)
     cache, took = Path(experiment.train.train.runs) / CACHE.name, list[float]()
     for i, cell in enumerate(cells):
