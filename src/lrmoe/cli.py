@@ -114,7 +114,7 @@ def train(
     if summary is None:
         return
     if as_json:
-        from lrmoe.training.run import figures
+        from lrmoe.training.figures import figures
 
         for line in figures(summary):
             typer.echo(json.dumps(line))

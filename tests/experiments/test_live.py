@@ -13,7 +13,6 @@ from lrmoe.experiments.cost import step_cost
 from lrmoe.experiments.lane import Lane
 from lrmoe.experiments.live import Place, Progress
 from lrmoe.experiments.systems import get_system
-from lrmoe.experiments.terminal import duration
 from tests.experiments.records import record
 
 
@@ -101,4 +100,3 @@ def test_time_left_without_cells_before_is_that_of_all_steps() -> None:
     assert place.remaining(10, 50, 20.0) == "at most 5 min left", "2 x 100 s, and 80 s of this one"
     done = Place(number=3, of=3, name="c", left=0, took_s=(10.0,))
     assert done.remaining(10, 50, 20.0) == "about 0 s left", "never below zero"
-    assert [duration(s) for s in (3, 100, 5400, 7300)] == ["3 s", "2 min", "1 h 30 min", "2 h 02 min"]

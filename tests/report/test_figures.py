@@ -17,7 +17,7 @@ from lrmoe.report import sections, tables
 from lrmoe.report.figures import figures
 from lrmoe.report.load import load_run
 from lrmoe.simulate.run import Settings, run
-from lrmoe.training.run import figures as train_figures
+from lrmoe.training.figures import figures as train_figures
 from tests.experiments.test_ablate import GOOD
 from tests.experiments.test_ablate import summary as ablate_summary
 from tests.report.synthetic import compare_run, plan_csv, plan_lines, replay_run, train_run

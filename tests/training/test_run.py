@@ -17,10 +17,11 @@ import torch.distributed as dist
 from lrmoe.errors import CheckpointError, ConfigError, MissingExtraError
 from lrmoe.report.load import load_run
 from lrmoe.training.config import TrainConfig
+from lrmoe.training.figures import figures
 from lrmoe.training.observed import observed_table
 from lrmoe.training.process import Process
 from lrmoe.training.resume import resumed_config
-from lrmoe.training.run import figures, train
+from lrmoe.training.run import train
 from tests.distributed.pool import Pool
 from tests.training.tiny import CPU, tiny_config
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lrmoe.experiments.ablate_rules import Cell
 from lrmoe.experiments.regimes import get_regime
 from lrmoe.experiments.statistics import Paired, averaged, paired
+from lrmoe.report.figures import ABLATE
 from lrmoe.telemetry.figures import finite
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def figures_of(summary: Values) -> Iterator[tuple[str, float, str, dict[str, Any
             "seeds": row["seeds"],
             "rule": row["label"],
         }
-        for quantity, unit in (("dloss", "nats/token"), ("dppl", "share"), ("steps_ratio", "ratio")):
+        for quantity, (unit, _) in ABLATE.items():
             if row[quantity] is not None:
                 own = {**context, "standard_error": row[f"{quantity}_se"]}
                 yield f"ablate.{row['regime']}.{row['name']}.{quantity}", row[quantity], unit, own

@@ -9,27 +9,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lrmoe.report.data import BASELINE
+from lrmoe.report.figures import COMPARE
 from lrmoe.report.matrix_figures import TARGET_QUANTITIES, TARGET_RATIOS
 from lrmoe.telemetry.figures import figure
 
-# name in the summary, unit, better
-QUANTITIES = (
-    ("steps", "steps", "lower"),
-    ("final_loss", "nats", "lower"),
-    ("moe_time_critical_s", "s", "lower"),
-    ("moe_time_wall_s", "s", "lower"),
-    ("wire_bytes", "B", "lower"),
-    ("replica_bytes", "B", "lower"),
-    ("buffer_peak_bytes", "B", "lower"),
-    ("forward_peak_rows", "rows", "lower"),
-    ("backward_peak_rows", "rows", "lower"),
-    ("kept_share", "fraction", "higher"),
-    ("dropped_energy", "fraction", "lower"),
-    ("added_variance", "fraction", "lower"),
-    ("steps_to_common_loss", "steps", "lower"),
-    ("critical_s_to_common_loss", "s", "lower"),
-    ("largest_difference_eps", "eps", "lower"),
-)
+# name in the summary -> unit, which way is better: those of the headline table, and what pruning left out
+QUANTITIES: Mapping[str, tuple[str, str]] = {
+    **COMPARE,
+    "dropped_energy": ("fraction", "lower"),
+    "added_variance": ("fraction", "lower"),
+}
 RATIOS = (
     ("time_critical", "moe_time_critical_s"),
     ("time_wall", "moe_time_wall_s"),
@@ -49,7 +38,7 @@ def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield from _of_targets(summary, base, against, context)
     for name, ours in summary["systems"].items():
         yield figure(f"compare.{name}.reached", int(ours["reached"]), "boolean", "higher", **context)
-        for quantity, unit, better in QUANTITIES:
+        for quantity, (unit, better) in QUANTITIES.items():
             if ours.get(quantity) is not None:
                 yield figure(f"compare.{name}.{quantity}", ours[quantity], unit, better, **context)
         if base is None or base is ours or not (base["reached"] and ours["reached"]):

@@ -8,6 +8,7 @@ from typing import Any
 from lrmoe.report import matrix_figures
 from lrmoe.report.data import Run
 from lrmoe.telemetry.figures import figure
+from lrmoe.training.figures import FIGURES as TRAIN
 
 _Unit = tuple[str, str]  # unit, which way is better
 _Named = Iterator[tuple[str, float | int | None, _Unit]]
@@ -26,15 +27,6 @@ COMPARE: Mapping[str, _Unit] = {
     "largest_difference_eps": ("eps", "lower"),
     "steps_to_common_loss": ("steps", "lower"),
     "critical_s_to_common_loss": ("s", "lower"),
-}
-TRAIN: Mapping[str, _Unit] = {
-    "final_loss": ("nats/token", "lower"),
-    "eval_loss": ("nats/token", "lower"),
-    "tokens_per_s": ("tokens/s", "higher"),
-    "moe_time_wall_s": ("s", "lower"),
-    "wire_bytes": ("bytes", "lower"),
-    "buffer_peak_bytes": ("bytes", "lower"),
-    "kept_share": ("share", "lower"),
 }
 SIMULATE: Mapping[str, _Unit] = {
     "forward_peak": ("peak/mean", "lower"),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lrmoe.checkpoint import gathered
 from lrmoe.errors import require_extra
-from lrmoe.telemetry import figure
 from lrmoe.telemetry.figures import environment
 from lrmoe.telemetry.layers import layer_histograms
 from lrmoe.telemetry.live import Reporter, TensorBoard, WandB
@@ -163,25 +162,3 @@ def _summary(trainer: Trainer) -> dict[str, Any]:
         "checkpoints": [str(path) for path in sorted(checkpoint_root(trainer).glob("step-*"))],
         "context": environment(),
     }
-
-
-# name in the summary -> unit, which way is better
-FIGURES = {
-    "final_loss": ("nats/token", "lower"),
-    "eval_loss": ("nats/token", "lower"),
-    "tokens_per_s": ("tokens/s", "higher"),
-    "moe_time_wall_s": ("s", "lower"),
-    "wire_bytes": ("bytes", "lower"),
-    "buffer_peak_bytes": ("bytes", "lower"),
-    "kept_share": ("share", "lower"),
-}
-
-
-def figures(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A summary's figures in the form of all machine-readable evidence, named train.<run>.<quantity>."""
-    context = {"folder": summary["folder"], "world_size": summary["world_size"], "steps": summary["steps"]}
-    return [
-        figure(f"train.{summary['name']}.{name}", summary[name], unit, better, **context)
-        for name, (unit, better) in FIGURES.items()
-        if summary[name] is not None
-    ]
