@@ -23,8 +23,6 @@ from lrmoe.planning.moves import backward_moves, ratio
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import FloatArray, IntArray, Topology
 
-FORWARD_PHASES = ("plan", "pack", "dispatch", "experts", "combine", "replicas")
-BACKWARD_PHASES = ("pack", "score", "select", "reroute", "exchange", "experts_backward", "return", "replicas")
 _GRADIENT_BYTES = 4  # replicas' weight gradients travel home in fp32
 _SCALAR_BYTES = 4  # a score, a norm or a routing weight
 

@@ -25,7 +25,7 @@ from lrmoe.planning.quotas import cut_ranks, overload_goal
 from lrmoe.planning.score_bins import Cells
 
 _ROUNDS = 16
-_LEAST_DRAWN = 0.45
+_LEAST_DRAWN = 0.45  # of the kept pairs: no step is larger than the fourth power of the ratio
 _CLOSE = 2e-3  # relative distance of a rank's load from its target at which prices stand
 
 

@@ -20,12 +20,7 @@ from lrmoe.report.tables import Table, number, percent
 from lrmoe.report.words import subject
 
 _ALONE = 16  # experts of one rank side by side
-_BARS, _GAP, _BELOW, _LEGEND = (
-    230,
-    56,
-    64,
-    44,
-)  # pixels of the bars, between them and the squares, below, above
+_BARS, _GAP, _BELOW, _LEGEND = 230, 56, 64, 44  # pixels: bars, between them and the squares, below, above
 
 
 def heat(run: Run) -> Plot | None:

@@ -71,4 +71,4 @@ def _decode(record: CallRecord, row: list[float], observed: Sequence[str]) -> Ca
     changes["observed"] = {
         name: value for name, value in zip(observed, row[start:], strict=True) if name in record.observed
     }
-    return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(record, **changes)  # type: ignore[arg-type]  # a mapping of several fields' types

@@ -92,5 +92,5 @@ def _merged(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     for key, value in given.items():
         below = merged.get(key)
         both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(below, value) if both else value  # type: ignore[arg-type]
+        merged[key] = _merged(below, value) if both else value  # type: ignore[arg-type]  # `both` says they are mappings
     return merged

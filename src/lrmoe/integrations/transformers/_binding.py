@@ -121,7 +121,7 @@ def experts_forward(
     binding: Binding | None = getattr(module, "_lrmoe", None)
     if binding is None:
         binding = make_binding(module, "experts")
-        module._lrmoe = binding  # type: ignore[assignment]
+        module._lrmoe = binding  # type: ignore[assignment]  # a module holds tensors and modules only, to mypy
     return binding.run(module, hidden_states, top_k_index, top_k_weights)
 
 
@@ -174,7 +174,7 @@ class LRMoEEP(EPImplementation):
             )
         self._experts = experts
         self._binding = Binding(read_spec(experts, "experts"), ep_mesh.get_group())
-        experts._lrmoe = self._binding  # type: ignore[assignment]
+        experts._lrmoe = self._binding  # type: ignore[assignment]  # a module holds tensors and modules only, to mypy
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -138,7 +138,7 @@ def _switch(module: nn.Module, binding: Binding, layer: MoELayer, handle: Handle
     before = module.config
     bound = getattr(module, "_lrmoe", None)
     binding.layer, binding.owner = layer, handle
-    module._lrmoe = binding  # type: ignore[assignment]
+    module._lrmoe = binding  # type: ignore[assignment]  # a module holds tensors and modules only, to mypy
     dispatch_here(module)
 
     def undo() -> None:

@@ -42,17 +42,17 @@ def shard_experts(model: nn.Module, group: ProcessGroup) -> None:
 
 
 def _cut(module: nn.Module, name: str, rank: int, group: ProcessGroup) -> None:
-    total = int(module.num_experts)  # type: ignore[arg-type]
+    total = int(module.num_experts)  # type: ignore[arg-type]  # a module holds tensors and modules only, to mypy
     local = total // group.size()
     first = rank * local
     for projection in PROJECTIONS:
         whole: nn.Parameter = getattr(module, projection)
         part = nn.Parameter(whole.detach()[first : first + local].clone(), requires_grad=whole.requires_grad)
-        part.lrmoe_expert = (first, total)  # type: ignore[attr-defined]
+        part.lrmoe_expert = (first, total)  # type: ignore[attr-defined]  # a mark of this package
         setattr(module, projection, part)
-    module.num_experts = local  # type: ignore[assignment]
-    module._is_expert_parallel = True  # type: ignore[assignment]
-    module._lrmoe = Binding(read_spec(module, name), group)  # type: ignore[assignment]
+    module.num_experts = local  # type: ignore[assignment]  # a module holds tensors and modules only, to mypy
+    module._is_expert_parallel = True  # type: ignore[assignment]  # a module holds tensors and modules only, to mypy
+    module._lrmoe = Binding(read_spec(module, name), group)  # type: ignore[assignment]  # a module holds tensors and modules only, to mypy
     dispatch_here(module)
 
 
