@@ -1,8 +1,10 @@
-"""Every error a user can meet, and the import helper for optional dependencies."""
+"""Every error a user can meet, what it suggests, and the import of optional dependencies."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
 
 
@@ -67,3 +69,13 @@ def require_extra(module: str, extra: str) -> ModuleType:
             f'{module} is needed for this and is not installed: pip install -e ".[{extra}]" in the checkout '
             f"(missing: {error.name})"
         ) from error
+
+
+def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
+    """What to say behind "no such ...": " (did you mean 'near'?)", or nothing where no name is near.
+
+    Args:
+        cutoff: least similarity, 0 to 1.
+    """
+    near = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -119,9 +119,9 @@ def test_a_preset_is_a_copy() -> None:
     assert "x" not in get_preset("demo")["compare"]["systems"]
 
 
-@pytest.mark.parametrize("name", ["dem", "published"])
-def test_unknown_preset(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"valid: demo, small"):
+@pytest.mark.parametrize(("name", "near"), [("dem", "'demo'"), ("publish", "'published'")])
+def test_unknown_preset(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {near}.*valid: demo, small, published"):
         get_preset(name)
 
 

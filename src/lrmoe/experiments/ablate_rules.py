@@ -8,7 +8,6 @@ Ablation  parts of one model
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -17,11 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from lrmoe.config import FORWARD_SCORES, LRMoEConfig
-from lrmoe.errors import ConfigError
+from lrmoe.errors import ConfigError, did_you_mean
 from lrmoe.experiments.regimes import CACHE, get_regime
+from lrmoe.experiments.virtual import QUOTA_RULES
 from lrmoe.training.config import LoopConfig
-
-QUOTA_RULES = ("variance", "count")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +137,8 @@ class Ablation:
     cache: Path = CACHE
 
     def __post_init__(self) -> None:
-        LoopConfig(
-            steps=1 if self.steps is None else self.steps, router_aux_loss=self.aux
-        )  # which checks both
+        steps = 1 if self.steps is None else self.steps
+        LoopConfig(steps=steps, router_aux_loss=self.aux)  # which checks both
 
     def cells(self) -> Iterator[Cell]:
         """All runs, each once: with nothing dropped first, then seed by seed, so that rules fill up evenly."""
@@ -234,8 +231,7 @@ def get_preset(name: str) -> tuple[Part, ...]:
     """
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, list(PRESETS), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name, PRESETS)
     raise ConfigError(f"preset={name!r}: no such ablation{hint}; valid: {', '.join(PRESETS)}")
 
 

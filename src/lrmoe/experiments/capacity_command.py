@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import re
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lrmoe.errors import ConfigError, InfeasibleError, PlanError
+from lrmoe.errors import ConfigError, InfeasibleError, PlanError, did_you_mean
 from lrmoe.experiments import capacity_figures as figures
 from lrmoe.experiments import capacity_report as report
 from lrmoe.experiments.capacity import Answer, largest_micro_batch, solve
@@ -202,8 +201,7 @@ def _axes(
         name, equals, values = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if name not in _SWEPT or not equals:
-            near = difflib.get_close_matches(name, list(_SWEPT), n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = did_you_mean(name, _SWEPT)
             raise ConfigError(
                 f"sweep={text!r}: must be OPTION=A,B with an option of {', '.join(_SWEPT)}{hint}"
             )

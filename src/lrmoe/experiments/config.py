@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.errors import ConfigError
+from lrmoe.errors import ConfigError, did_you_mean
 from lrmoe.experiments.lists import is_number, non_negative_numbers, positive_numbers, seeds, words
 from lrmoe.experiments.regimes import REGIMES, get_regime
 from lrmoe.experiments.systems import System, expand, get_systems
@@ -216,8 +215,7 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
     valid = [item.name for item in dataclasses.fields(CompareConfig)]
     for name in given:
         if name not in valid:
-            near = difflib.get_close_matches(str(name), valid, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = did_you_mean(str(name), valid)
             raise ConfigError(f"compare.{name}: no such key{hint}; valid in [compare]: {', '.join(valid)}")
 
 
@@ -225,8 +223,7 @@ def _refuse_unknown_tables(tables: Mapping[str, Any]) -> None:
     valid = ("compare", *TABLES)
     for name in tables:
         if name not in valid:
-            near = difflib.get_close_matches(str(name), valid, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = did_you_mean(str(name), valid)
             raise ConfigError(f"{name}: no such table{hint}; valid: {', '.join(valid)}")
 
 

@@ -15,11 +15,10 @@ import torch
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.layer.budget import budget_limits, device_bytes
-from lrmoe.telemetry import CallRecord
+from lrmoe.telemetry import PARTS, CallRecord
 
 STAY = ("weights", "grads", "stash")
 PASS = ("replicas", "dispatched", "backward", "outputs")
-PARTS = ("weights", "grads", "replicas", "dispatched", "stash", "backward", "outputs")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from lrmoe.errors import ConfigError
+from lrmoe.errors import ConfigError, did_you_mean
 
 # The systems of a preset differ in nothing but what defines them: one row per pair on the wire for all, stashed
 # activations, equally many replica slots, no auxiliary loss that would even out the routing.
@@ -64,6 +63,5 @@ def get_preset(name: str) -> dict[str, dict[str, Any]]:
     """
     if name in PRESETS:
         return {table: copy.deepcopy(dict(values)) for table, values in PRESETS[name].items()}
-    near = difflib.get_close_matches(name, list(PRESETS), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name, PRESETS)
     raise ConfigError(f"preset={name!r}: no such comparison{hint}; valid: {', '.join(PRESETS)}")

@@ -11,7 +11,6 @@ make it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import json
@@ -26,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from lrmoe.errors import ConfigError
+from lrmoe.errors import ConfigError, did_you_mean
 from lrmoe.experiments.locks import locked
 from lrmoe.telemetry.figures import environment
 from lrmoe.training.config import ModelConfig, TrainConfig
@@ -121,8 +120,7 @@ def get_regime(name: str) -> Regime:
     """
     if name in REGIMES:
         return REGIMES[name]
-    near = difflib.get_close_matches(name, list(REGIMES), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name, REGIMES)
     raise ConfigError(f"regime={name!r}: no such regime{hint}; valid: {', '.join(REGIMES)}")
 
 

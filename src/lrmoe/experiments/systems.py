@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.errors import ConfigError, PlanError
+from lrmoe.errors import ConfigError, PlanError, did_you_mean
 from lrmoe.planning.policies import INFO, PolicyInfo, policy_info
 
 ALL = "all"
@@ -105,8 +104,7 @@ def get_system(name: str) -> System:
         return SYSTEMS[name]
     if ":" in name:
         return _from_file(name)
-    near = difflib.get_close_matches(name, list(SYSTEMS), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name, SYSTEMS)
     raise ConfigError(
         f"systems={name!r}: no such system{hint}; valid: {', '.join(SYSTEMS)}, 'my_file.py:MyPolicy', or {ALL!r} alone"
     )

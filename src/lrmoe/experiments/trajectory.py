@@ -31,7 +31,7 @@ from lrmoe.errors import ConfigError
 from lrmoe.experiments.recorder import Recorder
 from lrmoe.experiments.regimes import corpus_of
 from lrmoe.experiments.smoothing import LossWindow
-from lrmoe.experiments.virtual import ExecutionSize, by_count, spread
+from lrmoe.experiments.virtual import QUOTA_RULES, ExecutionSize, by_count, spread
 from lrmoe.experiments.writing import write_whole
 from lrmoe.integrations.transformers import watch_layers
 from lrmoe.layer import MoELayer
@@ -45,7 +45,6 @@ from lrmoe.training.metrics import StepMetrics
 
 CONFIG, STEPS, COUNTS, DONE = "config.toml", "steps.jsonl", "counts.npz", "DONE"
 SMOOTHING = 10  # steps of the smoothed loss
-QUOTA_RULES = ("variance", "count")
 _FINAL_SHARE, _FINAL_LEAST = 0.1, 20  # of the steps, whose mean is the final loss
 
 FloatArray = NDArray[np.float64]

@@ -21,6 +21,7 @@ from lrmoe.planning.problem import IntArray, Problem
 from lrmoe.planning.rates import CPU, Sizes, copy_price
 
 RANKS = 8
+QUOTA_RULES = ("variance", "count")  # from past scores, as policies do; by_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ File format (all keys but `schema` optional):
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lrmoe.errors import PlanError
+from lrmoe.errors import PlanError, did_you_mean
 
 SCHEMA = 1
 MODELLED, CALIBRATED = "modelled", "calibrated"
@@ -211,6 +210,5 @@ def fit_phase_scale(
 
 def _known(name: str, valid: Sequence[str], where: str) -> None:
     if name not in valid:
-        near = difflib.get_close_matches(str(name), valid, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(str(name), valid)
         raise PlanError(f"{where}.{name}: no such name{hint}; valid: {', '.join(valid)}")

@@ -5,13 +5,12 @@ Rates are peaks of the datasheet; what part of them a phase reaches is the busin
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from lrmoe.errors import PlanError
+from lrmoe.errors import PlanError, did_you_mean
 
 GIB = 2**30
 NETWORK_BYTES_PER_S = 50e9  # 400 Gb/s per GPU, one NDR InfiniBand or 400 GbE port each
@@ -165,8 +164,7 @@ def get_hardware(name: str) -> Hardware:
     """
     if name in HARDWARE:
         return HARDWARE[name]
-    near = difflib.get_close_matches(name.lower(), list(HARDWARE), n=1, cutoff=0.4)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name.lower(), HARDWARE, cutoff=0.4)
     raise PlanError(f"hardware={name!r}: no such device{hint}; valid: {', '.join(HARDWARE)}")
 
 

@@ -5,14 +5,13 @@ Shape letters: R ranks.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
-from lrmoe.errors import PlanError
+from lrmoe.errors import PlanError, did_you_mean
 from lrmoe.planning.memory import (
     GRADIENT_BYTES,
     Execution,
@@ -68,8 +67,7 @@ class Training:
         if self.gradient_bytes not in (2, 4):
             raise PlanError(f"gradient_bytes={self.gradient_bytes}: must be 4 (fp32) or 2 (bf16)")
         if self.optimizer not in OPTIMIZERS:
-            near = difflib.get_close_matches(self.optimizer, list(OPTIMIZERS), n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = did_you_mean(self.optimizer, OPTIMIZERS)
             raise PlanError(
                 f"optimizer={self.optimizer!r}: no such kind{hint}; valid: {', '.join(OPTIMIZERS)}"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.errors import ConfigError
+from lrmoe.errors import ConfigError, did_you_mean
 from lrmoe.training.presets import DEFAULT_PRESET, get_preset
 
 NUMBER = (int, float)
@@ -356,17 +355,12 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
     for name, table in values.items():
         if name not in TABLES:
             raise ConfigError(
-                f"{name}: no such table{_nearest(name, list(TABLES))}; valid: {', '.join(TABLES)}"
+                f"{name}: no such table{did_you_mean(name, list(TABLES))}; valid: {', '.join(TABLES)}"
             )
         if not isinstance(table, Mapping):
             raise ConfigError(f"{name}={table!r}: must be a table")
         for key in table:
             if f"{name}.{key}" not in valid:
                 ours = ", ".join(item.name for item in dataclasses.fields(TABLES[name]))
-                hint = _nearest(f"{name}.{key}", valid)
+                hint = did_you_mean(f"{name}.{key}", valid)
                 raise ConfigError(f"{name}.{key}: no such key{hint}; valid in [{name}]: {ours}")
-
-
-def _nearest(name: str, valid: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, valid, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

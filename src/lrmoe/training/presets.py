@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lrmoe.errors import ConfigError
+from lrmoe.errors import ConfigError, did_you_mean
 
 SEPARATOR_ID = 256  # between two files of the corpus
 PAD_ID = 257
@@ -103,6 +102,5 @@ def get_preset(name: str) -> Preset:
     """
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, list(PRESETS), n=1, cutoff=0.4)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name, PRESETS, cutoff=0.4)
     raise ConfigError(f"model.preset={name!r}: no such preset{hint}; valid: {', '.join(PRESETS)}")
