@@ -192,7 +192,7 @@ class Problem:
         """All pairs of the call."""
         return int(self.counts_E.sum())
 
-    @property
+    @cached_property
     def drop_cap(self) -> int:
         """Most pairs that backward may leave out: floor(max_drop * pairs), with max_drop read as a decimal."""
         return math.floor(Fraction(repr(float(self.max_drop))) * self.pairs)

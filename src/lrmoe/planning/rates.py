@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from lrmoe.planning.calibration import Constants
 from lrmoe.planning.hardware import HARDWARE, Hardware, product
@@ -76,6 +77,7 @@ def agreed(codes: Sequence[int]) -> int:
     return codes[0] if len(set(codes)) == 1 else UNKNOWN
 
 
+@cache  # a layer asks in every call, of a few sizes
 def copy_price(device: int, sizes: Sizes, *, hosts: int = 1) -> tuple[float, float]:
     """(`copy_rows`, `cross_rows`) of a Problem.
 

@@ -16,9 +16,8 @@ import numpy as np
 from lrmoe.planning.problem import FloatArray, Problem
 
 BINS = 7
-LOWEST = (
-    -3
-)  # bin b holds scores in [2^(b + LOWEST), 2^(b + LOWEST + 1)) means; the ends take what lies beyond
+# Bin b holds scores in [2^(b + LOWEST), 2^(b + LOWEST + 1)) means; the ends take what lies beyond.
+LOWEST = -3
 COLUMNS = 3 + 2 * BINS  # pairs, scores, squared scores; pairs by bin; scores over the mean by bin
 
 
@@ -61,6 +60,8 @@ class ScoreHistory:
 
 def _filled(value: FloatArray, known: np.ndarray) -> FloatArray:
     """The value of known experts, for others the mean of those."""
+    if known.all():  # the usual case, in every call
+        return value
     value = np.array(value)
     value[~known] = value[known].mean(axis=0)
     return value
