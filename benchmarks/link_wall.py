@@ -144,7 +144,9 @@ def measure(block: Block, numbers: Sequence[int]) -> tuple[list[Call], float]:
     with tempfile.TemporaryDirectory() as name, two_hosts(Path(name), rate=FREE) as hosts:
         widen(hosts)
         print("link_wall: finding the rate", file=sys.stderr, flush=True)
-        speed = stage_lines.link_of(run(hosts, Path(name), first, "rate"), BALANCED)[block.model]
+        speed = stage_lines.link_of(run(hosts, Path(name), first, "rate"), BALANCED)[
+            block.model, block.activations
+        ]
         limit(hosts, speed)
         print(f"link_wall: {speed * 8 / 1e6:.0f} Mbit/s each way", file=sys.stderr, flush=True)
         return run(hosts, Path(name), steps, "wall"), speed

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lrmoe.experiments.trajectory import RecordedTokens
 from numpy.typing import NDArray
 
 from lrmoe.experiments import stage_rank
 from lrmoe.experiments.stage import Block, Step
 from lrmoe.experiments.stage_inputs import Routed, Rows, StageSize, draw_weights
 from lrmoe.experiments.stage_lanes import Actor
+from lrmoe.experiments.stage_lines import MAIN
+from lrmoe.experiments.trajectory import RecordedTokens
 
 EXPERTS, SLOTS, ROWS, LENGTH, STEPS = 16, 2, 8, 16, 40
 
@@ -58,7 +59,9 @@ def size() -> StageSize:
     return StageSize(hidden=16, width=8, ranks=dist.get_world_size(), pairs_over_width=20)
 
 
-def played(systems: tuple[str, ...], numbers: tuple[int, ...], out: str | None = None) -> list[Any]:
+def played(
+    systems: tuple[str, ...], numbers: tuple[int, ...], out: str | None = None, activations: str = MAIN
+) -> list[Any]:
     """The calls of some steps by these systems; written to `out` instead where given."""
     block = Block(
         model="tiny",
@@ -66,6 +69,7 @@ def played(systems: tuple[str, ...], numbers: tuple[int, ...], out: str | None =
         seed=3,
         folders={name: Path(f"/{1 if name.startswith('lrmoe') else 0}") for name in systems},
         last_step=dict.fromkeys(systems, STEPS),
+        activations=activations,
     )
     steps = [Step(block=block, number=n, systems=systems, balanced=n == numbers[0]) for n in numbers]
     with pytest.MonkeyPatch.context() as patch:

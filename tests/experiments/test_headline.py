@@ -14,8 +14,11 @@ from lrmoe.experiments.headline import FULL, JUDGED, QUICK, Headline, run
 from lrmoe.experiments.headline_jobs import EXACT, base_config
 from lrmoe.experiments.stage_inputs import StageSize
 from lrmoe.experiments.systems import SYSTEMS
+from lrmoe.report import headline as report
+from lrmoe.report.load import load_run
 
 SYSTEMS_HERE = ("megatron", "symi", "lrmoe-sampled50")
+STASHED_HERE = SYSTEMS_HERE[1:]
 
 
 def tiny(folder: Path) -> Headline:
@@ -24,6 +27,7 @@ def tiny(folder: Path) -> Headline:
         QUICK,
         folder=folder,
         systems=SYSTEMS_HERE,
+        stashed=STASHED_HERE,
         regime="scratch",
         target_loss=5.2,
         steps=20,
@@ -38,12 +42,16 @@ def test_from_nothing_to_figures_and_nothing_twice(tmp_path: Path) -> None:
     said: list[str] = []
     headline = tiny(tmp_path / "headline")
     summary = run(headline, workers=2, say=said.append)
-    assert said in (["stage: 1 steps executed"], ["stage: 2 steps executed"])
+    assert said in (["stage: 2 steps executed"], ["stage: 3 steps executed"])
     names = [line["name"] for line in summary["figures"]]
-    place = "headline.qwen3-moe-micro.scratch.aux0.lrmoe-sampled50"
+    place = "headline.qwen3-moe-micro.scratch.0.lrmoe-sampled50"
     for quantity in ("time_to_loss_over_symi", "layer_time_over_balanced", "dloss", "steps"):
         assert f"{place}.{quantity}" in names
-    assert [row["system"] for row in summary["rows"]] == list(SYSTEMS_HERE)
+    assert f"{place}.stash.time_to_loss_over_symi" in names
+    assert f"{place}.stash.steps" not in names
+    assert [row["system"] for row in summary["rows"]] == [*SYSTEMS_HERE, *STASHED_HERE]
+    assert {row["activations"] for row in summary["rows"][3:]} == {"stash"}
+    assert set(summary["links"]["qwen3-moe-micro"]) == {"recompute", "stash"}
     kept = {row["system"]: row["kept_share"] for row in summary["rows"]}
     assert kept == {"megatron": 1.0, "symi": 1.0, "lrmoe-sampled50": pytest.approx(0.5, abs=0.01)}
 
@@ -61,7 +69,11 @@ def test_from_nothing_to_figures_and_nothing_twice(tmp_path: Path) -> None:
         line["value"] for line in summary["figures"]
     ]
     with (headline.folder / "rows.csv").open() as table:
-        assert [line["system"] for line in csv.DictReader(table)] == list(SYSTEMS_HERE)
+        assert [line["system"] for line in csv.DictReader(table)] == [*SYSTEMS_HERE, *STASHED_HERE]
+    shown = load_run(headline.folder)
+    assert [system.key for system in shown.systems] == list(SYSTEMS_HERE)
+    titles = [table.title for table in report.tables(shown)]
+    assert titles == ["Time to loss", "With stashed activations", "Every seed"]
 
 
 def test_every_system_is_in_the_headline_and_the_quick_one_is_part_of_it() -> None:

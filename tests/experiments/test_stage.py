@@ -14,9 +14,9 @@ from lrmoe.experiments import stage_lines
 from lrmoe.experiments.stage import Block, Stage, pending
 from lrmoe.experiments.stage_history import EveryStep
 from lrmoe.experiments.stage_inputs import Routed, Rows, StageSize
-from lrmoe.experiments.stage_lanes import reference_of
-from lrmoe.experiments.stage_lines import UNCOUNTED, Call, link_of
-from lrmoe.experiments.systems import SYSTEMS
+from lrmoe.experiments.stage_lanes import reference_of, system_config
+from lrmoe.experiments.stage_lines import MAIN, STASH, UNCOUNTED, Call, link_of
+from lrmoe.experiments.systems import SYSTEMS, get_system
 from lrmoe.layer.past import PastCalls
 from lrmoe.planning import Problem, Topology
 from lrmoe.planning.policies import get_policy
@@ -172,6 +172,38 @@ def test_nothing_is_pending_where_every_system_has_arrived(tmp_path: Path) -> No
     assert pending(stage, 2, done) == []
 
 
+def test_a_system_may_take_part_seldom_and_with_other_activations_beside(tmp_path: Path) -> None:
+    main = replace(block(megatron=60, eplb=60), stride={"eplb": 3})
+    stashed = replace(block(megatron=60), activations=STASH, stride={"megatron": 2})
+    stage = Stage(blocks=[main, stashed], out=tmp_path / "x")
+    steps = pending(stage, 1, [])
+    assert [(s.number, s.systems) for s in steps if s.block is main] == [
+        (number, ("megatron", "eplb") if number in (10, 40) else ("megatron",))
+        for number in range(10, 61, 10)
+    ]
+    assert [s.number for s in steps if s.block is stashed] == [10, 30, 50]
+    left = pending(stage, 1, [call(step=10), call(step=10, activations=STASH), call(step=30)])
+    assert [(s.number, s.block.activations) for s in left] == [
+        *((number, MAIN) for number in (10, 20, 40, 50, 60)),
+        *((number, STASH) for number in (30, 50)),
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_activations_are_those_of_the_block(pool4: Pool) -> None:
+    held: dict[str, list[int]] = {}
+    for activations in (MAIN, STASH):
+        calls: list[Call] = pool4.run(
+            stage_cases.played, ("megatron", "lrmoe-sampled50"), (10,), None, activations, limit_s=LIMIT_S
+        )[0]
+        assert {c.activations for c in calls} == {activations}
+        held[activations] = [c.buffer_bytes for c in calls]
+    assert all(ours != theirs for ours, theirs in zip(held[MAIN], held[STASH], strict=True))
+    settings = {name: system_config(get_system("symi"), 0, name).activations for name in (MAIN, STASH)}
+    assert settings == {"recompute": "recompute", "stash": "stash"}
+
+
 def test_the_critical_path_leaves_out_what_a_reference_is_free_of() -> None:
     assert call().critical_ms(1e6) == pytest.approx(9 + 4)
     assert call().critical_ms(1e6, UNCOUNTED) == pytest.approx(6 + 3)
@@ -179,7 +211,12 @@ def test_the_critical_path_leaves_out_what_a_reference_is_free_of() -> None:
 
 def test_the_link_makes_exchange_a_third_of_a_balanced_call() -> None:
     calls = [call(system="balanced:megatron"), call(system="balanced:megatron", model="other", cpu_ms=80.0)]
-    assert link_of([*calls, call(cpu_ms=1e6)], "balanced:megatron") == {"tiny": 600_000, "other": 300_000}
+    calls.append(call(system="balanced:megatron", activations=STASH, cpu_ms=20.0))
+    assert link_of([*calls, call(cpu_ms=1e6)], "balanced:megatron") == {
+        ("tiny", MAIN): 600_000,
+        ("other", MAIN): 300_000,
+        ("tiny", STASH): 1_200_000,
+    }
 
 
 def test_lines_come_back_as_written(tmp_path: Path) -> None:

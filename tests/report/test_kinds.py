@@ -51,7 +51,7 @@ def test_headline_figures_keep_dots_in_their_case(tmp_path: Path) -> None:
     run = load_run(headline_lines(tmp_path / "headline"))
     shown = sections.section(run, "run0")
     assert shown.headline.rows[1] == (
-        "qwen3-moe-tiny.memorise.aux0.001",
+        "qwen3-moe-tiny.memorise.0.001",
         "lrmoe-sampled50",
         "0.49 +- 0.012",
     )

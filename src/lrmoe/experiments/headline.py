@@ -13,7 +13,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from lrmoe.experiments.regimes import START_STEPS, get_regime
 from lrmoe.experiments.stage import Block, Stage
 from lrmoe.experiments.stage_inputs import StageSize
 from lrmoe.experiments.stage_lanes import BALANCED, system_config
+from lrmoe.experiments.stage_lines import STASH, Call
 from lrmoe.experiments.systems import SYSTEMS, get_system
 from lrmoe.experiments.trajectory import Trajectory
 from lrmoe.experiments.workers import Job, run_jobs
@@ -38,6 +39,8 @@ from lrmoe.telemetry.figures import environment
 
 JUDGED = ("megatron", "symi", "ultraep", "lrmoe", "lrmoe-sampled50", "lrmoe-topk20")
 OTHERS = tuple(name for name in SYSTEMS if name not in JUDGED)
+# Executed steps between two of what is told beside the judged systems: the whole is to end within 90 minutes.
+SELDOM, STASHED = 3, 2
 STAGE = "stage.jsonl"
 _JOBS = "lrmoe.experiments.headline_jobs"
 
@@ -55,7 +58,9 @@ class Headline:
 
     Attributes:
         folder: of everything it leaves. models, auxes, seeds: all combinations.
-        systems: in every combination. others: exact systems, in the first combination of each model only.
+        systems: in every combination. others: exact systems, in the first combination of each model only, at every
+            third executed step. stashed: systems that run with stashed activations too, in the first combination of
+            each model, at every second one.
         regime: how trajectories are trained. target_loss, steps: instead of the regime's.
         size: of executed layers.
         ablated_seeds: of the ablation beside it; none: no ablation.
@@ -68,11 +73,12 @@ class Headline:
     seeds: tuple[int, ...] = (0, 1, 2)
     systems: tuple[str, ...] = JUDGED
     others: tuple[str, ...] = OTHERS
+    stashed: tuple[str, ...] = JUDGED
     regime: str = "memorise"
     target_loss: float | None = None
     steps: int | None = None
     size: StageSize = field(default_factory=StageSize)
-    ablated_seeds: tuple[int, ...] = (0, 1, 2)
+    ablated_seeds: tuple[int, ...] = (0, 1)
     command: str = "make headline"
 
     @property
@@ -97,8 +103,12 @@ class Headline:
         for seed in self.seeds:
             for aux in self.auxes:
                 for model in self.models:
-                    first = seed == self.seeds[0] and aux == self.auxes[0]
+                    first = self.is_first(aux, seed)
                     yield model, aux, seed, (*self.systems, *(self.others if first else ()))
+
+    def is_first(self, aux: float, seed: int) -> bool:
+        """Whether these are the first auxiliary loss and seed."""
+        return seed == self.seeds[0] and aux == self.auxes[0]
 
 
 FULL = Headline()
@@ -109,6 +119,7 @@ QUICK = Headline(
     seeds=(0,),
     systems=("megatron", "symi", "ultraep", "lrmoe-sampled50"),
     others=(),
+    stashed=(),
     ablated_seeds=(),
     command="make headline-quick",
 )
@@ -188,21 +199,35 @@ def _some(headline: Headline) -> Trajectory:
 
 def blocks_of(headline: Headline) -> list[Block]:
     """What the stage executes: every system to the step at which its trajectory reached the target."""
-    blocks = []
+    main, stashed = [], []
     for model, aux, seed, systems in headline.places():
         folders = {name: headline.trajectory(model, aux, seed, name) for name in systems}
         loaded = {folder: Trajectory.load(folder) for folder in dict.fromkeys(folders.values())}
         last = {folder: _last_step(found, headline.target) for folder, found in loaded.items()}
-        blocks.append(
-            Block(
-                model=model,
-                aux=aux,
-                seed=seed,
-                folders=folders,
-                last_step={name: last[folder] for name, folder in folders.items()},
-            )
+        last_step = {name: last[folder] for name, folder in folders.items()}
+        block = Block(
+            model=model,
+            aux=aux,
+            seed=seed,
+            folders=folders,
+            last_step=last_step,
+            stride=dict.fromkeys(headline.others, SELDOM),
         )
-    return blocks
+        main.append(block)
+        if headline.stashed and headline.is_first(aux, seed):
+            stashed.append(_stashed(block, headline.stashed))
+    return main + stashed
+
+
+def _stashed(block: Block, systems: Sequence[str]) -> Block:
+    """The same with stashed activations."""
+    return replace(
+        block,
+        folders={name: block.folders[name] for name in systems},
+        last_step={name: block.last_step[name] for name in systems},
+        activations=STASH,
+        stride=dict.fromkeys(systems, STASHED),
+    )
 
 
 def _last_step(found: Trajectory, target: float) -> int:
@@ -225,7 +250,7 @@ def finish(headline: Headline, staged: Stage) -> dict[str, Any]:
         "pairs_per_rank": calls[0].pairs // headline.size.ranks if calls else 0,
         "published": list(PUBLISHED),
         "link_rule": LINK_RULE,
-        "links": stage_lines.link_of(calls, f"{BALANCED}:{BASELINE}"),
+        "links": _links(calls),
         "fairness": {name: _given(name) for name in dict.fromkeys(row.system for row in rows)},
         "rows": [row.as_dict() for row in rows],
         "context": environment(),
@@ -235,6 +260,14 @@ def finish(headline: Headline, staged: Stage) -> dict[str, Any]:
     _write_lines(headline.folder / "headline.jsonl", found)
     _write_csv(headline.folder / "rows.csv", rows)
     return {**summary, "figures": found}
+
+
+def _links(calls: Sequence[Call]) -> dict[str, dict[str, float]]:
+    """Bytes per second by model and activations."""
+    found: dict[str, dict[str, float]] = {}
+    for (model, activations), speed in stage_lines.link_of(calls, f"{BALANCED}:{BASELINE}").items():
+        found.setdefault(model, {})[activations] = speed
+    return found
 
 
 def _outcomes(headline: Headline) -> Iterator[Outcome]:
@@ -276,6 +309,7 @@ def _write_csv(path: Path, rows: list[Row]) -> None:
             **{name: value for name, value in row.as_dict().items() if not isinstance(value, dict)},
             **{f"over_{name}": value for name, value in row.over.items()},
             **{f"ms_{name}": value for name, value in row.phases.items()},
+            **{f"balanced_ms_{name}": value for name, value in row.balanced.items()},
         }
         for row in rows
     ]

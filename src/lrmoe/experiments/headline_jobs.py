@@ -9,6 +9,7 @@ from pathlib import Path
 from lrmoe.config import LRMoEConfig
 from lrmoe.experiments.regimes import CACHE, get_regime, regime_config, start_is_made, start_model
 from lrmoe.experiments.stage_lanes import SETTING, system_config
+from lrmoe.experiments.stage_lines import STASH
 from lrmoe.experiments.systems import get_system
 from lrmoe.experiments.trajectory import TrajectoryJob, run_trajectory
 from lrmoe.training.config import TrainConfig
@@ -17,11 +18,14 @@ EXACT = "exact"  # the trajectory that exact systems share
 
 
 def base_config(model: str, aux: float, system: str, seed: int) -> TrainConfig:
-    """Model, auxiliary loss and what a system's backward leaves out; the rest is the regime's."""
+    """Model, auxiliary loss and what a system's backward leaves out; the rest is the regime's.
+
+    One process has room for a stash, whatever the stage does: quotas and gradients do not depend on it.
+    """
     if system == EXACT:
-        config = LRMoEConfig(**SETTING, seed=seed, max_drop=0.0)
+        config = LRMoEConfig(**SETTING, activations=STASH, seed=seed, max_drop=0.0)
     else:
-        config = system_config(get_system(system), seed)
+        config = system_config(get_system(system), seed, STASH)
     tables = {"model": {"preset": model}, "train": {"router_aux_loss": aux}}
     return dataclasses.replace(TrainConfig.from_dict(tables), lrmoe=config)
 

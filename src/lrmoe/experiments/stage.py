@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lrmoe.experiments import stage_lines
 from lrmoe.experiments.stage_inputs import StageSize
-from lrmoe.experiments.stage_lines import Call
+from lrmoe.experiments.stage_lines import MAIN, Call
 from lrmoe.training.launch import run_workers
 
 
@@ -29,6 +29,8 @@ class Block:
         model, aux, seed: of the trajectories.
         folders: by system, the trajectory whose calls it executes; exact systems share one.
         last_step: by system, the last step that counts.
+        activations: of all its layers.
+        stride: by system, it takes part in every so many-th executed step from the first on; 1 where nothing is said.
     """
 
     model: str
@@ -36,15 +38,27 @@ class Block:
     seed: int
     folders: Mapping[str, Path]
     last_step: Mapping[str, int]
+    activations: str = MAIN
+    stride: Mapping[str, int] = field(default_factory=dict)
 
-    def systems_at(self, step: int) -> list[str]:
-        """Systems that are still under way at a step."""
-        return [name for name, last in self.last_step.items() if step <= last]
+    def systems_at(self, step: int, place: int) -> list[str]:
+        """Systems that are still under way at a step, the `place`-th executed one from 0 on, and take part in it."""
+        return [
+            name
+            for name, last in self.last_step.items()
+            if step <= last and place % self.stride.get(name, 1) == 0
+        ]
 
     @property
     def title(self) -> str:
         """For people."""
-        return f"{self.model}, aux {self.aux:g}, seed {self.seed}"
+        stored = "" if self.activations == MAIN else f", {self.activations}"
+        return f"{self.model}, aux {self.aux:g}, seed {self.seed}{stored}"
+
+    @property
+    def place(self) -> tuple[str, float, int, str]:
+        """What its calls' keys begin with."""
+        return (self.model, self.aux, self.seed, self.activations)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +98,9 @@ def pending(stage: Stage, layers: int, done: Sequence[Call]) -> list[Step]:
     for block in stage.blocks:
         steps = range(stage.every, max(block.last_step.values()) + 1, stage.every)
         for place, number in enumerate(steps):
-            systems = block.systems_at(number)
-            place_of = (block.model, block.aux, block.seed)
+            systems = block.systems_at(number, place)
             missing = len(systems) * layers - sum(
-                key[:3] == place_of and key[4] == number and key[3] in systems for key in keys
+                key[:4] == block.place and key[5] == number and key[4] in systems for key in keys
             )
             if missing:
                 found.append(

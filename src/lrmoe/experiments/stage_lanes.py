@@ -19,6 +19,7 @@ from lrmoe.experiments.fitted import fitted
 from lrmoe.experiments.rig import storage_of
 from lrmoe.experiments.stage_history import EveryStep
 from lrmoe.experiments.stage_inputs import Routed, Rows, StageSize
+from lrmoe.experiments.stage_lines import MAIN
 from lrmoe.experiments.stores import Residents
 from lrmoe.experiments.systems import System, get_system
 from lrmoe.layer import MoELayer, StepClock
@@ -31,10 +32,9 @@ from lrmoe.telemetry import CallRecord, Telemetry
 
 BALANCED = "balanced"
 # What differs from the package's defaults, the same for all systems: one row per pair on the wire (the full router
-# gradient of topk cannot run lean), stashed activations, and pruning from the first step on.
+# gradient of topk cannot run lean), and pruning from the first step on.
 SETTING: Mapping[str, Any] = {
     "lean_wire": False,
-    "activations": "stash",
     "replica_slots": 2,
     "warmup_steps": 0,
 }
@@ -43,9 +43,9 @@ _DTYPE = torch.float32
 Weights = tuple[Tensor, Tensor]
 
 
-def system_config(system: System, seed: int) -> LRMoEConfig:
+def system_config(system: System, seed: int, activations: str = MAIN) -> LRMoEConfig:
     """What a system's layers run with on the stage."""
-    return system.config(LRMoEConfig(**SETTING, seed=seed))
+    return system.config(LRMoEConfig(**SETTING, activations=activations, seed=seed))
 
 
 def reference_of(name: str) -> str:
@@ -61,7 +61,7 @@ class Actor:
         layers: indices of the layers. experts: E.
         size: of layers. pairs: of a rank and call. seed: of the systems' random choices.
         counts_SRE: by layer, the counts of every step; read by policies that plan from history.
-        group: of the ranks.
+        group: of the ranks. activations: RECOMPUTE or STASH.
     """
 
     def __init__(
@@ -75,11 +75,12 @@ class Actor:
         seed: int,
         counts_SRE: Mapping[int, IntArray],
         group: dist.ProcessGroup | None,
+        activations: str = MAIN,
     ) -> None:
         self.name = name
         self.balanced = name.startswith(f"{BALANCED}:")
         self.system = get_system(name.removeprefix(f"{BALANCED}:"))
-        config = system_config(self.system, seed)
+        config = system_config(self.system, seed, activations)
         self.config = config.replace(replica_slots=0) if self.balanced else config
         self._clock, self._telemetry = StepClock(), Telemetry()
         self._clock.expected = True

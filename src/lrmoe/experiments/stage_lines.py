@@ -18,6 +18,8 @@ from lrmoe.experiments.cost import step_cost
 from lrmoe.telemetry import CallRecord
 
 UNCOUNTED = ("score", "select", "replicas")  # phases that the balanced reference is free of
+RECOMPUTE, STASH = "recompute", "stash"
+MAIN = RECOMPUTE  # what activations do unless said: nodes that are short of memory are what copies and drops are for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,8 @@ class Call:
     """One executed call, over all ranks.
 
     Attributes:
-        model, aux, seed: of the trajectory. system: who executed, "balanced:<system>" for a reference.
-        step, layer: of the trajectory.
+        model, aux, seed: of the trajectory. activations: RECOMPUTE or STASH, the same for all systems beside it.
+        system: who executed, "balanced:<system>" for a reference. step, layer: of the trajectory.
         phase_ms: per phase, the largest thread CPU time of any rank. phase_bytes: the most bytes that any rank sent.
         cpu_ms: thread CPU time of all phases and ranks. wall_ms: of the slowest rank.
         wire_bytes: sent by all ranks. pairs, kept: of the call.
@@ -37,6 +39,7 @@ class Call:
     model: str
     aux: float
     seed: int
+    activations: str
     system: str
     step: int
     layer: int
@@ -53,9 +56,9 @@ class Call:
     replicas: int
 
     @property
-    def key(self) -> tuple[str, float, int, str, int, int]:
+    def key(self) -> tuple[str, float, int, str, str, int, int]:
         """What tells it from every other call."""
-        return (self.model, self.aux, self.seed, self.system, self.step, self.layer)
+        return (self.model, self.aux, self.seed, self.activations, self.system, self.step, self.layer)
 
     def critical_ms(self, link_bytes_per_s: float, without: Sequence[str] = ()) -> float:
         """Critical path over a link, without some phases and what they send."""
@@ -70,7 +73,7 @@ def measured(
     """A system's calls of one step from all ranks' records.
 
     Args:
-        place: model, aux and seed.
+        place: model, aux, seed and activations.
     """
     found = []
     for number in range(len(records_by_rank[0])):
@@ -145,16 +148,19 @@ def _ends_with_newline(path: Path) -> bool:
         return found.read(1) == b"\n"
 
 
-def link_of(calls: Iterable[Call], balanced: str) -> dict[str, float]:
-    """By model, bytes per second at which exchange is a third of a balanced exact call's time (cost.LINK_RULE).
+def link_of(calls: Iterable[Call], balanced: str) -> dict[tuple[str, str], float]:
+    """Bytes per second at which exchange is a third of a balanced exact call's time (cost.LINK_RULE).
 
     Args:
         balanced: name of the lane of fixed ownership on balanced counts.
+
+    Returns:
+        by model and activations.
     """
-    ms: dict[str, float] = defaultdict(float)
-    sent: dict[str, int] = defaultdict(int)
+    ms: dict[tuple[str, str], float] = defaultdict(float)
+    sent: dict[tuple[str, str], int] = defaultdict(int)
     for call in calls:
         if call.system == balanced:
-            ms[call.model] += call.cpu_ms
-            sent[call.model] += call.wire_bytes
-    return {model: sent[model] / (ms[model] / 1e3 / 2) for model in ms}
+            ms[call.model, call.activations] += call.cpu_ms
+            sent[call.model, call.activations] += call.wire_bytes
+    return {place: sent[place] / (ms[place] / 1e3 / 2) for place in ms}

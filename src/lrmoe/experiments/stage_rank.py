@@ -40,8 +40,8 @@ def execute(steps: Sequence[Step], size: StageSize, out: Path) -> None:
     for _, group in groupby(steps, key=lambda step: step.block):
         theirs = list(group)
         scene = Scene(theirs[0], size)
-        first = theirs[0].number
-        scene.play(Step(block=theirs[0].block, number=first, systems=theirs[0].systems, balanced=True), 0)
+        everybody = tuple(dict.fromkeys(name for step in theirs for name in step.systems))
+        scene.play(Step(block=theirs[0].block, number=theirs[0].number, systems=everybody, balanced=True), 0)
         for turn, step in enumerate(theirs):
             calls = scene.play(step, turn)
             if progress is not None:
@@ -89,8 +89,8 @@ class Scene:
         for name in (*step.systems, *(self._references if step.balanced else ())):
             actor = self._references.get(name) or self._actors[name]
             records = gather_records(actor.end_step(), dist.group.WORLD, torch.device("cpu"))
-            place_of = {"model": self._block.model, "aux": self._block.aux, "seed": self._block.seed}
-            found[name] = measured(place_of, name, step.number, records)
+            about = dict(zip(("model", "aux", "seed", "activations"), self._block.place, strict=True))
+            found[name] = measured(about, name, step.number, records)
         return [call for calls in found.values() for call in calls]
 
     def _names(self, step: Step, layer: int) -> list[str]:
@@ -105,7 +105,7 @@ class Scene:
         }
         return Actor(
             name, self._layers, self._experts, size=self._size, pairs=self._pairs * self._repeats,
-            seed=self._block.seed, counts_SRE=counts, group=dist.group.WORLD,
+            seed=self._block.seed, counts_SRE=counts, group=dist.group.WORLD, activations=self._block.activations,
         )  # fmt: skip
 
     def _draw(self, layer: int) -> Weights:

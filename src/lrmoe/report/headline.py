@@ -1,7 +1,7 @@
 """The figures of `make headline`: ratios of time to loss by model, regime and system, and the ablation beside them.
 
 A figure is called headline.<case>.<system>.<quantity> or ablate.<regime>.<score>.<estimator>.<drop>.<quantity>; a case
-may itself hold dots ("aux0.001").
+may itself hold dots ("0.001"). What is called <system>.stash ran with stashed activations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from lrmoe.report.plot import Plot, label, line
 from lrmoe.report.tables import Table, number, percent, seconds
 
 _Line = Mapping[str, Any]
-_PARTS = re.compile(r"(?P<case>.+?)\.(?P<who>drop\d+(?:\.\d+)?|[^.]+)\.(?P<quantity>[^.]+)")
+_PARTS = re.compile(r"(?P<case>.+?)\.(?P<who>drop\d+(?:\.\d+)?|[^.]+\.stash|[^.]+)\.(?P<quantity>[^.]+)")
+_STASH = ".stash"
 _METHOD = (
     "Trajectories are trained once; layer times come from executing their recorded calls, systems interleaved, over a "
     "modelled link that is the same for all."
@@ -27,6 +28,7 @@ TITLES = {
     "time_to_loss_over_symi": "time to loss / symi",
     "time_to_loss_over_ultraep": "time to loss / ultraep",
     "layer_time_over_balanced": "layer time / balanced",
+    "least_time_over_symi": "least time / symi",
     "dloss": "loss difference",
     "dppl": "perplexity difference",
 }
@@ -44,10 +46,11 @@ def _split(run: Run, area: str) -> list[tuple[str, str, str, _Line]]:
 
 
 def systems(run: Run) -> tuple[SystemRun, ...]:
-    """The systems with the mean phases of a call over all rows, and what each was given."""
+    """The systems with the mean phases of a call over all rows but the stashed, and what each was given."""
     by_name: dict[str, list[Mapping[str, Any]]] = {}
     for row in run.summary["rows"]:
-        by_name.setdefault(row["system"], []).append(row["phases"])
+        if row.get("activations") != _STASH[1:]:
+            by_name.setdefault(row["system"], []).append(row["phases"])
     called, drawn = readable(list(by_name)), styles(by_name)
     return tuple(
         SystemRun(
@@ -91,7 +94,9 @@ def tables(run: Run) -> list[Table]:
     """Time to loss over seeds and per seed, then the ablation where the file has it, then whatever else it has."""
     ours, ablation = _split(run, "headline"), _split(run, "ablate")
     note = "Ratios are ours over the other's: below 1 is better. +-: standard error over seeds."
-    made = [_table("Time to loss", "case", ours, note)] if ours else []
+    main, stashed = _by_setting(ours)
+    made = [_table("Time to loss", "case", main, note)] if main else []
+    made += [_table("With stashed activations", "case", stashed, note)] if stashed else []
     made += [_per_seed(run.summary["rows"])] if run.summary["rows"] else []
     if ablation:
         made.append(_table("Ablation", "rule", ablation, "Differences from nothing dropped, paired by seed."))
@@ -102,12 +107,25 @@ def tables(run: Run) -> list[Table]:
     return made
 
 
+def _by_setting(
+    found: Sequence[tuple[str, str, str, _Line]],
+) -> tuple[list[tuple[str, str, str, _Line]], list[tuple[str, str, str, _Line]]]:
+    """Figures of the main setting of activations, and those with a stash under the systems' own names."""
+    main = [row for row in found if not row[1].endswith(_STASH)]
+    stashed = [
+        (case, who.removesuffix(_STASH), quantity, line)
+        for case, who, quantity, line in found
+        if who.endswith(_STASH)
+    ]
+    return main, stashed
+
+
 def _per_seed(rows: Sequence[Mapping[str, Any]]) -> Table:
     body = [
         (
             f"{row['model']}, aux {row['aux']:g}",
             str(row["seed"]),
-            row["system"],
+            row["system"] + (f" ({_STASH[1:]})" if row.get("activations") == _STASH[1:] else ""),
             number(row["steps"]),
             number(row["layer_ms"], 4),
             seconds(row["time_to_loss_s"]),
@@ -136,14 +154,14 @@ def _per_seed(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def plots(run: Run) -> list[Plot]:
     """A bar for each case and system, one plot per ratio; then the phases of a call."""
-    found = _split(run, "headline")
+    found, _ = _by_setting(_split(run, "headline"))
     ratios = dict.fromkeys(quantity for _, _, quantity, _ in found if "_over_" in quantity)
     made = [
         _ratio([row for row in found if row[2] == quantity], quantity, run.summary.get("published"))
         for quantity in ratios
     ]
     phases = bars.phases(run)
-    caption = "Critical path of an executed call, mean over all rows; bytes over the modelled link are in their phases."
+    caption = "Critical path of an executed call, mean over all rows."
     return [*made, *([replace(phases, caption=caption)] if phases is not None else [])]
 
 
