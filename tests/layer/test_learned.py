@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from lrmoe.layer.learned import _ROWS, score_sums
 from lrmoe.planning.score_bins import ScoreHistory
+from tests.layer.harness import build, pruning, run
+from tests.layer.test_fidelity import BASE, records
 
 
 def lognormal(rows: int, seed: int) -> torch.Tensor:
@@ -47,3 +51,16 @@ def test_the_default_device_does_not_matter() -> None:
     plain = score_sums(scores, counts)
     with torch.device("meta"):
         assert torch.equal(score_sums(scores, counts), plain)
+
+
+def test_one_overflow_does_not_end_pruning() -> None:
+    """More non-finite scores than the quota holds: other pairs' weights are then about 1e10."""
+    config = pruning(max_drop=0.8, max_added_variance=0.1)
+    layer = build(BASE, config)
+    before = records(layer, config, range(10))[-1].kept
+    grad = torch.where(torch.arange(160)[:, None] % 3 == 0, torch.inf, BASE.grad_out)
+    grad[1::3] = torch.nan
+    broken = run(dataclasses.replace(BASE, grad_out=grad), config, layer=layer).record
+    assert broken.nonfinite_scores > broken.kept
+    after = records(layer, config, range(9, 12))
+    assert all(r.kept <= before + 0.1 * r.pairs for r in after)

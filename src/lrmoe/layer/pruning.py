@@ -139,7 +139,10 @@ def _book(call: Call, rows: Candidates, choice: Choice) -> None:
         nonfinite_scores=loss.nonfinite,
     )
     if not call.open_call.repeated:
-        call.controller.book(loss.variance, loss.energy, call.open_call.record.variance_known)
+        # Where some scores are not finite, other pairs' weights are huge and say nothing of sampling.
+        sound = loss.nonfinite == 0
+        variance, energy = (torch.where(sound, value, 0.0) for value in (loss.variance, loss.energy))
+        call.controller.book(variance, energy, call.open_call.record.variance_known)
 
 
 def _observe(call: Call, rows: Candidates, experts: NDArray[np.int64]) -> None:
