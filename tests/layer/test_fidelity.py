@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lrmoe.layer import MoELayer
-from lrmoe.planning.auto import STASH_RATIO
+from lrmoe.planning.auto import EVERY, STASH_RATIO
 from lrmoe.telemetry import CallRecord
 from tests.layer.harness import REENTRANT, build, forward, leaves, pruning, run
 from tests.reference import GRADS, Case, make_case
@@ -45,7 +45,8 @@ def test_the_mean_over_fifty_calls_keeps_to_the_limit(drop: str) -> None:
     means = np.convolve([r.added_variance for r in found], np.ones(50) / 50, "valid")
     assert means.max() <= 0.11
     assert means.min() >= 0.07, "and the limit is used"
-    assert {r.drop_reason for r in found} == {"variance"}
+    reasons = {r.drop_reason for r in found}
+    assert reasons == ({"variance"} if drop == "always" else {"variance", "auto"})
     assert all(0 < r.kept < r.pairs for r in found)
 
 
@@ -215,3 +216,14 @@ def test_auto_measures_exact_calls_then_stands_still() -> None:
     assert {k: v for k, v in after.items() if k not in ("age", "drop", "time", "steps")} == {
         k: v for k, v in state.items() if k not in ("age", "drop", "time", "steps")
     }
+
+
+def test_auto_learns_scores_although_their_bound_alone_would_drop_nothing() -> None:
+    config = pruning(max_drop=0.5, drop="auto")
+    layer = build(BASE, config)
+    first, *later = records(layer, config, range(EVERY + 3))
+    assert first.control["auto_drop"] == 0
+    assert first.drop_reason == "auto"
+    assert 0 < first.pairs - first.kept <= 0.5 / 8 * first.pairs
+    assert all(record.control["variance_predicted"] > 0 for record in later if record.kept < record.pairs)
+    assert later[0].kept < later[0].pairs

@@ -13,7 +13,7 @@ from typing import Any
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.planning import LayerPlan
-from lrmoe.planning.auto import RECOMPUTE_RATIO, STASH_RATIO, AutoDrop
+from lrmoe.planning.auto import RECOMPUTE_RATIO, STASH_RATIO, AutoDrop, grid
 from lrmoe.planning.problem import FloatArray
 from lrmoe.planning.score_bins import ScoreHistory
 from lrmoe.planning.variance import VarianceLimit, largest_drop, predicted_variance, scaled
@@ -86,9 +86,11 @@ class DropControl:
 
         most, told = self._most, dict[str, float]()
         if self.auto is not None:
-            if self.auto.due(known=history is not None):
+            due = self.auto.due(known=history is not None)
+            if due:
                 self.auto.decide(plan_at, added, most)
-            most = min(most, self.auto.drop)
+            # A call that drops nothing teaches nothing: where none is best, the deciding call alone drops a little.
+            most = grid(most)[1] if due and self.auto.drop == 0 else min(most, self.auto.drop)
             told |= {
                 "auto_drop": self.auto.drop,
                 "auto_time": self.auto.time,
