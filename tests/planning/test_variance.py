@@ -119,6 +119,25 @@ def test_debt_is_paid_back_credit_is_small_and_state_is_json() -> None:
     assert again == limit
 
 
+def test_debt_fades_over_fifty_calls() -> None:
+    limit = VarianceLimit(limit=0.1)
+    limit.book(1.098, None)
+    for _ in range(50):
+        limit.book(0.098, None)
+    assert limit.debt == pytest.approx((1 - 1 / 50) ** 50, rel=1e-6)
+
+
+def test_the_correction_moves_by_eight_at_most_and_not_where_next_to_nothing_was_predicted() -> None:
+    limit = VarianceLimit(limit=0.1)
+    limit.book(50.0, 0.05)
+    assert limit.factor == pytest.approx(0.8 + 0.2 * 8)
+    limit.book(0.0, 0.05)
+    assert limit.factor == pytest.approx(0.8 * 2.4 + 0.2 / 8)
+    before = limit.factor
+    limit.book(0.01, 1e-5)
+    assert limit.factor == before
+
+
 DRIFTS: dict[str, Callable[[float], float]] = {
     "fixed": lambda t: 0.8,
     "wider": lambda t: 0.2 + 1.3 * t,
