@@ -100,6 +100,7 @@ def test_every_cell_is_a_comparison_of_its_own(finished: tuple[Path, Stopped]) -
     tmp_path, run_ = finished
     folder = run_.folder
     assert {path.name for path in folder.iterdir()} == {
+        ".lock",
         "cells",
         "config.toml",
         "report.html",
@@ -274,6 +275,10 @@ def test_one_comparison_takes_the_place_of_several_only_with_overwrite(tmp_path:
     with pytest.raises(ConfigError, match="holds a comparison of several cells; pass --overwrite"):
         make_room(experiment, overwrite=False)
     assert old.is_dir()
+    (experiment.folder / "summary.json").write_text('{"kind": "ablate"}')
+    with pytest.raises(ConfigError, match="holds a run of `lrmoe ablate`; pass --overwrite"):
+        make_room(experiment, overwrite=False)
+    (experiment.folder / "summary.json").unlink()
     make_room(experiment, overwrite=True)
     assert list(experiment.folder.iterdir()) == []
 

@@ -22,7 +22,7 @@ from lrmoe.experiments.ablate_rows import COLUMNS, between, cell_values, rows_of
 from lrmoe.experiments.ablate_rules import Ablation, Cell
 from lrmoe.experiments.cells import CELLS, ROWS, named_model
 from lrmoe.experiments.folder import check_free
-from lrmoe.experiments.locks import locked
+from lrmoe.experiments.locks import alone
 from lrmoe.experiments.regimes import START_STEPS, get_regime, regime_config, start_is_made, start_model
 from lrmoe.experiments.trajectory import Trajectory, TrajectoryJob, run_trajectory
 from lrmoe.experiments.workers import Job, run_jobs
@@ -53,14 +53,8 @@ def ablate(
         JobsFailed: some runs failed; the others are finished and stay.
     """
     _check_folder(ablation, overwrite)
-    try:
-        with locked(ablation.folder / ".lock", wait=False):
-            return _run(ablation, workers, overwrite, console)
-    except BlockingIOError:
-        raise ConfigError(
-            f"name={ablation.folder.name!r}: another `lrmoe ablate` is at work in {ablation.folder}; let it end, or "
-            "choose another --name"
-        ) from None
+    with alone(ablation.folder, setting="name", command="ablate"):
+        return _run(ablation, workers, overwrite, console)
 
 
 def _run(ablation: Ablation, workers: int | None, overwrite: bool, console: Console | None) -> dict[str, Any]:

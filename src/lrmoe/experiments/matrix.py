@@ -18,7 +18,7 @@ from lrmoe.experiments.cells import Cell
 from lrmoe.experiments.compare import compare
 from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.live import Place
-from lrmoe.experiments.locks import locked
+from lrmoe.experiments.locks import alone
 from lrmoe.experiments.matrix_folder import KIND, begin, check, finished, write_summary
 from lrmoe.experiments.matrix_rows import COLUMNS, ratios, rows_of
 from lrmoe.experiments.regimes import CACHE
@@ -49,14 +49,8 @@ def run_matrix(
         LRMoEError: a cell failed; names it. The cells before it stay.
     """
     check(experiment, cells, overwrite=overwrite)
-    try:
-        with locked(experiment.folder / ".lock", wait=False):
-            return _run_missing(experiment, cells, overwrite, say)
-    except BlockingIOError:
-        raise ConfigError(
-            f"train.name={experiment.train.train.name!r}: another `lrmoe compare` is at work in {experiment.folder}; "
-            "let it end, or choose another --name"
-        ) from None
+    with alone(experiment.folder, setting="train.name", command="compare"):
+        return _run_missing(experiment, cells, overwrite, say)
 
 
 def _run_missing(
