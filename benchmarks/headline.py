@@ -2,16 +2,18 @@
 
 Start checkpoints and trajectories are trained (regime memorise, 8 KB by heart, one process each), then every tenth
 step's layer calls are executed by all systems at EP 8 on gloo processes, at hidden = width = 128 with the recorded
-counts multiplied until each rank has 170 x width pairs. What is done is not done again; --overwrite starts anew.
+counts multiplied until each rank has 170 x width pairs, activations recomputed in backward; a second, smaller part
+keeps them. What is done is not done again; --overwrite starts anew.
 
     python benchmarks/headline.py                 two models, aux loss 0 and .001, seeds 0 to 2, all systems
     python benchmarks/headline.py --quick --json  one model, aux loss 0, seed 0, four systems: under 10 minutes
 
 Writes runs/headline/ (--quick: runs/headline-quick/): headline.jsonl with the figures
-headline.<model>.<regime>.aux<a>.<system>.{time_to_loss_over_symi, time_to_loss_over_ultraep,
-layer_time_over_balanced, dloss, steps}, headline.json, rows.csv. tools/fill_results.py makes docs/results.md of them.
+headline.<model>.<regime>.<aux>.<system>.{time_to_loss_over_symi, time_to_loss_over_ultraep,
+layer_time_over_balanced, least_time_over_symi, dloss, steps} (<system>.stash: with activations kept), headline.json,
+rows.csv. tools/fill_results.py makes docs/results.md of them.
 
-Expected duration on 2 cores: 55 to 60 minutes; --quick 6 to 9.
+Expected duration on 2 quiet cores: 75 to 85 minutes; --quick 6 to 8.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lrmoe.errors import LRMoEError
-from lrmoe.experiments.headline import FULL, QUICK, run, to_stderr
+from lrmoe.experiments.headline import run, to_stderr
+from lrmoe.experiments.headline_question import FULL, QUICK
 from lrmoe.experiments.headline_rows import PUBLISHED
 
 
@@ -41,6 +44,7 @@ def show(summary: dict[str, Any]) -> None:
         "time_to_loss_over_symi",
         "time_to_loss_over_ultraep",
         "layer_time_over_balanced",
+        "least_time_over_symi",
         "steps",
         "dloss",
     )

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lrmoe.experiments import stage_lines
-from lrmoe.experiments.headline import FULL, Headline
+from lrmoe.experiments.headline_question import FULL, Headline
 from lrmoe.experiments.stage import Block, Step
 from lrmoe.experiments.stage_inputs import StageSize
 from lrmoe.experiments.stage_lines import Call

@@ -1,8 +1,8 @@
 """Fill docs/results.md with what `make headline` wrote; figures enter the page in no other way.
 
 Usage: python tools/fill_results.py runs/headline [--ablate FILE] [--link-wall FILE]
-Reads headline.json of the run (and JSON lines of `lrmoe ablate` and benchmarks/link_wall.py where they exist), writes
-what stands between the page's markers and docs/img/time-to-loss.svg.
+Reads headline.json of the run (and JSON lines of `lrmoe ablate`, else the run's own smaller ablation, and of
+benchmarks/link_wall.py where they exist), writes what stands between the page's markers and docs/img/time-to-loss.svg.
 """
 
 from __future__ import annotations
@@ -318,7 +318,8 @@ def main() -> int:
     parser.add_argument("--link-wall", type=Path, default=results / "link_wall.jsonl")
     given = parser.parse_args()
     run = json.loads((given.run / "headline.json").read_text(encoding="utf-8"))
-    made = page_of(run, _lines(given.ablate), _lines(given.link_wall))
+    ablate = _lines(given.ablate) or _lines(given.run / "headline.jsonl")
+    made = page_of(run, ablate, _lines(given.link_wall))
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
     PLOT.parent.mkdir(exist_ok=True)
     PLOT.write_text(plot_of(run["rows"]), encoding="utf-8")

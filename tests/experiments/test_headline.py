@@ -6,12 +6,15 @@ import csv
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lrmoe.experiments import headline as headline_module
 from lrmoe.experiments import stage_lines
-from lrmoe.experiments.headline import FULL, JUDGED, QUICK, Headline, run
+from lrmoe.experiments.headline import blocks_of, run
 from lrmoe.experiments.headline_jobs import EXACT, base_config
+from lrmoe.experiments.headline_question import FULL, JUDGED, QUICK, Headline
 from lrmoe.experiments.stage_inputs import StageSize
 from lrmoe.experiments.systems import SYSTEMS
 from lrmoe.report import headline as report
@@ -103,6 +106,25 @@ def test_a_trajectory_is_planned_with_the_stages_settings() -> None:
             0,
         )
         assert config.train.router_aux_loss == 0.001
+
+
+def test_others_run_seldom_and_a_stash_stands_beside_the_first_of_each_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reached = SimpleNamespace(recorded=(10,), losses=[0.0] * 300, steps_to=lambda _: 250)
+    monkeypatch.setattr(headline_module, "Trajectory", SimpleNamespace(load=lambda _: reached))
+    blocks = blocks_of(FULL)
+    main, stashed = blocks[:12], blocks[12:]
+    assert {block.activations for block in main} == {"recompute"}
+    assert [(block.model, block.aux, block.seed, block.activations) for block in stashed] == [
+        (model, 0.0, 0, "stash") for model in FULL.models
+    ]
+    assert list(stashed[0].last_step) == list(JUDGED)
+    assert set(JUDGED) <= set(main[0].systems_at(20, 1))
+    assert not set(FULL.others) & set(main[0].systems_at(20, 1))
+    assert set(FULL.others) < set(main[0].systems_at(40, 3))
+    assert stashed[0].systems_at(20, 1) == []
+    assert [block.activations for block in blocks_of(QUICK)] == ["recompute"]
 
 
 def test_a_regime_without_a_target_needs_one() -> None:

@@ -13,7 +13,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,19 @@ from lrmoe.experiments.ablate_rules import Ablation, get_preset, with_seeds
 from lrmoe.experiments.cost import LINK_RULE
 from lrmoe.experiments.fairness import EXECUTES, TRAINS, fairness
 from lrmoe.experiments.headline_jobs import EXACT, is_finished
+from lrmoe.experiments.headline_question import SELDOM, STASHED, Headline, is_exact
 from lrmoe.experiments.headline_rows import PUBLISHED, Outcome, Row, figures, rows_of
 from lrmoe.experiments.regimes import START_STEPS, get_regime
 from lrmoe.experiments.stage import Block, Stage
-from lrmoe.experiments.stage_inputs import StageSize
 from lrmoe.experiments.stage_lanes import BALANCED, system_config
 from lrmoe.experiments.stage_lines import STASH, Call
-from lrmoe.experiments.systems import SYSTEMS, get_system
+from lrmoe.experiments.systems import get_system
 from lrmoe.experiments.trajectory import Trajectory
 from lrmoe.experiments.workers import Job, run_jobs
 from lrmoe.experiments.workers_display import Display
 from lrmoe.report.data import BASELINE
 from lrmoe.telemetry.figures import environment
 
-JUDGED = ("megatron", "symi", "ultraep", "lrmoe", "lrmoe-sampled50", "lrmoe-topk20")
-OTHERS = tuple(name for name in SYSTEMS if name not in JUDGED)
-# Executed steps between two of what is told beside the judged systems: the whole is to end within 90 minutes.
-SELDOM, STASHED = 3, 2
 STAGE = "stage.jsonl"
 _JOBS = "lrmoe.experiments.headline_jobs"
 
@@ -50,79 +46,6 @@ Say = Callable[[str], None]
 def to_stderr(text: str) -> None:
     """A line for people."""
     print(text, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Headline:
-    """What is measured.
-
-    Attributes:
-        folder: of everything it leaves. models, auxes, seeds: all combinations.
-        systems: in every combination. others: exact systems, in the first combination of each model only, at every
-            third executed step. stashed: systems that run with stashed activations too, in the first combination of
-            each model, at every second one.
-        regime: how trajectories are trained. target_loss, steps: instead of the regime's.
-        size: of executed layers.
-        ablated_seeds: of the ablation beside it; none: no ablation.
-        command: that makes it.
-    """
-
-    folder: Path = Path("runs") / "headline"
-    models: tuple[str, ...] = ("qwen3-moe-micro", "glm4-moe-micro")
-    auxes: tuple[float, ...] = (0.0, 0.001)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    systems: tuple[str, ...] = JUDGED
-    others: tuple[str, ...] = OTHERS
-    stashed: tuple[str, ...] = JUDGED
-    regime: str = "memorise"
-    target_loss: float | None = None
-    steps: int | None = None
-    size: StageSize = field(default_factory=StageSize)
-    ablated_seeds: tuple[int, ...] = (0, 1)
-    command: str = "make headline"
-
-    @property
-    def target(self) -> float:
-        """The loss that counts.
-
-        Raises:
-            ValueError: neither it nor the regime has one.
-        """
-        target = get_regime(self.regime).target_loss if self.target_loss is None else self.target_loss
-        if target is None:
-            raise ValueError(f"target_loss: the regime {self.regime!r} has none; give one")
-        return target
-
-    def trajectory(self, model: str, aux: float, seed: int, system: str) -> Path:
-        """Folder of the trajectory that a system executes."""
-        kind = EXACT if _exact(system) else system
-        return self.folder / "trajectories" / f"{model}-aux{aux:g}-seed{seed}-{kind}"
-
-    def places(self) -> Iterator[tuple[str, float, int, tuple[str, ...]]]:
-        """Model, auxiliary loss, seed and systems of every block: what `headline-quick` needs first."""
-        for seed in self.seeds:
-            for aux in self.auxes:
-                for model in self.models:
-                    first = self.is_first(aux, seed)
-                    yield model, aux, seed, (*self.systems, *(self.others if first else ()))
-
-    def is_first(self, aux: float, seed: int) -> bool:
-        """Whether these are the first auxiliary loss and seed."""
-        return seed == self.seeds[0] and aux == self.auxes[0]
-
-
-FULL = Headline()
-QUICK = Headline(
-    folder=Path("runs") / "headline-quick",
-    models=FULL.models[:1],
-    auxes=(0.0,),
-    seeds=(0,),
-    systems=("megatron", "symi", "ultraep", "lrmoe-sampled50"),
-    others=(),
-    stashed=(),
-    ablated_seeds=(),
-    command="make headline-quick",
-)
 
 
 def run(headline: Headline, *, workers: int | None = None, say: Say = to_stderr) -> dict[str, Any]:
@@ -182,14 +105,10 @@ def train(headline: Headline, *, workers: int | None = None, say: Say = to_stder
 def _trajectories(headline: Headline) -> Iterator[Job]:
     steps = headline.steps or int(get_regime(headline.regime).tables["train"]["steps"])
     for model, aux, seed, systems in headline.places():
-        for kind in dict.fromkeys(EXACT if _exact(system) else system for system in systems):
+        for kind in dict.fromkeys(EXACT if is_exact(system) else system for system in systems):
             folder = headline.trajectory(model, aux, seed, systems[0] if kind == EXACT else kind)
             args = (model, aux, kind, seed, headline.regime, folder, headline.steps)
             yield Job(name=folder.name, target=f"{_JOBS}:train", args=args, steps=steps)
-
-
-def _exact(system: str) -> bool:
-    return system == EXACT or system_config(get_system(system), 0).max_drop == 0
 
 
 def _some(headline: Headline) -> Trajectory:
@@ -289,7 +208,7 @@ def _outcomes(headline: Headline) -> Iterator[Outcome]:
 def _given(name: str) -> dict[str, Any]:
     """A system's column of the fairness table."""
     system = get_system(name)
-    return fairness(system, system_config(system, 0), EXECUTES if _exact(name) else TRAINS)
+    return fairness(system, system_config(system, 0), EXECUTES if is_exact(name) else TRAINS)
 
 
 def _write(path: Path, text: str) -> None:
