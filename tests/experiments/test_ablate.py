@@ -185,8 +185,26 @@ def test_the_table_has_rules_in_rows_and_regime_with_drop_in_columns() -> None:
     assert first.rows[0][1] == "+0.0250 +- 0.0150"
     assert first.rows[1][2] == ""
     assert "no loss above two standard errors with topk lrm at 30%" in report.verdict(run)
+    assert report.tables(run)[2].title == "memorise: by heart"
     plot = report.plots(run)[0]
     assert [trace["name"] for trace in plot.traces] == ["30% dropped", "50% dropped"]
+
+
+def test_small_losses_keep_two_digits_of_their_error() -> None:
+    losses = {None: [0.1, 0.5], GOOD: [0.10003, 0.50001]}
+    run = Run(name="r", kind="ablate", summary={**summary(losses), "steps": 25}, config={}, systems=())
+    tables = report.tables(run)
+    assert tables[0].rows[0][1] == "+0.000020 +- 0.000010"
+    assert tables[1].rows[0][1] == "+0.0020% +- 0.0010%"
+    assert tables[2].title == "memorise: by heart; here 25 steps of training"
+    assert report.plots(run)[0].table.rows[0][1:] == ("+0.000020", "0.000010")
+
+
+def test_one_seed_tells_no_rule_from_nothing_dropped() -> None:
+    run = Run(name="r", kind="ablate", summary=summary({None: [0.1], GOOD: [0.11]}), config={}, systems=())
+    assert report.verdict(run) == (
+        "memorise: one seed, so no standard errors; most with topk lrm at 30% (+0.01)."
+    )
 
 
 def run_cli(folder: Path, *more: str) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lrmoe.checkpoint import Content, save
 from lrmoe.errors import ConfigError
+from lrmoe.telemetry.figures import environment
 from lrmoe.training.launch import WorkerError, run_workers
 
 pytestmark = pytest.mark.distributed
@@ -56,6 +57,15 @@ def gone(pid: int) -> bool:
 
 def here(name: str) -> str:
     return f"tests.training.test_launch:{name}"
+
+
+def command() -> str:
+    return str(environment()["command"])
+
+
+def test_figures_of_workers_name_the_command_of_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/lrmoe/__main__.py", "train", "--ep", "1"])
+    assert run_workers("tests.training.test_launch:command", 1) == ["python -m lrmoe train --ep 1"]
 
 
 def test_results_by_rank() -> None:

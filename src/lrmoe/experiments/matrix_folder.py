@@ -69,11 +69,16 @@ def make_room(experiment: Experiment, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(
-            f"train.name={experiment.train.train.name!r}: {experiment.folder} holds a comparison of several cells; "
+            f"train.name={experiment.train.train.name!r}: {experiment.folder} holds {_what(experiment.folder)}; "
             "pass --overwrite to replace it, or choose another --name"
         )
     check_free(experiment.train, overwrite=True)
     _drop_cells(experiment.folder)
+
+
+def _what(folder: Path) -> str:
+    kind = (_read(folder / SUMMARY) or {}).get("kind", KIND)
+    return "a comparison of several cells" if kind == KIND else f"a run of `lrmoe {kind}`"
 
 
 def _drop_cells(folder: Path) -> None:

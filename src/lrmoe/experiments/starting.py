@@ -44,8 +44,8 @@ def started(experiment: Experiment, cache: Path, say: Callable[[str], None]) -> 
         return experiment
 
     def progress(step: int, steps: int) -> None:
-        if step % _SAY_STEPS == 0:
-            say(f"start checkpoint, trained once: step {step} of {steps}")
+        if step == 1 or step % _SAY_STEPS == 0:
+            say(f"start checkpoint, trained once and kept in {cache}: step {step} of {steps}")
 
     base = _without(get_regime(name), experiment.train)
     return dataclasses.replace(experiment, start=start_model(base, cache, progress))

@@ -28,7 +28,12 @@ def _verdict(regime: str, rows: Sequence[Row]) -> str:
     worst = max(known, key=lambda row: row["dloss"])
     names = ", ".join(_called(row) for row in free[:_TOLD])
     more = f" and {len(free) - _TOLD} more" if len(free) > _TOLD else ""
-    first = f"no loss above two standard errors with {names}{more}" if free else "every rule costs loss"
+    if free:
+        first = f"no loss above two standard errors with {names}{more}"
+    elif all(row["dloss_se"] is None for row in known):
+        first = "one seed, so no standard errors"
+    else:
+        first = "every rule costs loss"
     return f"{regime}: {first}; most with {_called(worst)} ({worst['dloss']:+.2g})."
 
 
@@ -69,22 +74,29 @@ def _cell(row: Row | None, quantity: str, write: Any) -> str:
         return ""
     if row[quantity] is None:
         return "not finite"
-    error = row[f"{quantity}_se"]
-    return (
-        str(write(row[quantity])) if error is None else f"{write(row[quantity])} +- {write(error, sign='')}"
+    return str(write(row[quantity], row[f"{quantity}_se"]))
+
+
+def _signed(value: float, error: float | None, sign: str = "+", least: int = 4) -> str:
+    """A number and its standard error, with as many decimals as show two digits of the error."""
+    decimals = least
+    if error is not None and 0 < error < math.inf:
+        decimals = min(8, max(least, 1 - math.floor(math.log10(error))))
+    behind = "" if error is None else f" +- {error:.{decimals}f}"
+    return f"{value:{sign}.{decimals}f}{behind}"
+
+
+def _signed_percent(value: float, error: float | None) -> str:
+    number, behind, spread = _signed(100 * value, None if error is None else 100 * error, least=2).partition(
+        " +- "
     )
-
-
-def _signed(value: float, sign: str = "+") -> str:
-    return f"{value:{sign}.4f}"
-
-
-def _signed_percent(value: float, sign: str = "+") -> str:
-    return f"{100 * value:{sign}.2f}%"
+    return f"{number}%{behind}{spread}" + ("%" if behind else "")
 
 
 def _regime_table(run: Run, regime: str) -> Table:
     about, target = run.summary["regimes"][regime]["about"], run.summary["regimes"][regime]["target_loss"]
+    if run.summary.get("steps") is not None:
+        about += f"; here {run.summary['steps']} steps of training"
     columns = ["rule", "drop", "seeds", "loss", "against exact", "energy dropped", "variance added"]
     if target is not None:
         columns.append(f"steps to {target:g}, against exact")
@@ -125,8 +137,7 @@ def _gaps(run: Run) -> Table:
 
 
 def _gap(gap: Row) -> str:
-    error = "" if gap["gap_se"] is None else f" +- {gap['gap_se']:.4f}"
-    return f"{gap['gap']:.4f}{error}"
+    return _signed(gap["gap"], gap["gap_se"], sign="")
 
 
 def plots(run: Run) -> list[Plot]:
@@ -144,7 +155,7 @@ def _plot(run: Run, regime: str) -> Plot | None:
         _trace([row for row in rows if row["drop"] == drop], drop, f"var(--series-{i % _SERIES + 1})")
         for i, drop in enumerate(drops)
     ]
-    cells = [(_called(row), _signed(row["dloss"]), _error(row["dloss_se"])) for row in rows]
+    cells = [(_called(row), *_number_and_error(row)) for row in rows]
     return Plot(
         name=f"ablate-{regime}",
         title=f"Loss by rule, {regime}",
@@ -153,7 +164,10 @@ def _plot(run: Run, regime: str) -> Plot | None:
         label=f"Loss against nothing dropped, {regime}. "
         + "; ".join(f"{name}: {value}" for name, value, _ in cells),
         traces=traces,
-        layout={"yaxis": {"title": label("loss, nats/token")}, "shapes": [line(0.0)]},
+        layout={
+            "yaxis": {"title": label("loss, nats/token"), "exponentformat": "none"},
+            "shapes": [line(0.0)],
+        },
         table=Table(title=f"Loss by rule, {regime}", columns=("rule", "loss", "standard error"), rows=cells),
         height=420,
     )
@@ -172,8 +186,9 @@ def _trace(rows: Sequence[Row], drop: float, colour: str) -> dict[str, Any]:
     }
 
 
-def _error(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.4f}"
+def _number_and_error(row: Row) -> tuple[str, str]:
+    value, _, error = _signed(row["dloss"], row["dloss_se"]).partition(" +- ")
+    return value, error or "-"
 
 
 def method(run: Run) -> str:

@@ -100,8 +100,8 @@ def sections_of(runs: Sequence[Run]) -> list[Section]:
         return [_paired(pair.pair(left, right))]
     if left.kind != right.kind:
         raise ConfigError(
-            f"runs: {left.name!r} is of `{left.kind}` and {right.name!r} of `{right.kind}`; two that were trained, or "
-            "two of the same kind, can stand side by side"
+            f"runs: {left.name!r} is of {_called(left)} and {right.name!r} of {_called(right)}; two that were trained, "
+            "or two of the same kind, can stand side by side"
         )
     if left.kind == "simulate":
         return [_simulated_pair(left, right)]
@@ -234,3 +234,7 @@ def _side_by_side(left: Run, right: Run) -> list[Section]:
         details=(),
     )
     return [both, *alone]
+
+
+def _called(run: Run) -> str:
+    return "`compare`, several cells" if run.kind == "matrix" else f"`{run.kind}`"

@@ -91,12 +91,18 @@ def method(run: Run) -> str:
     """How the times were taken, with the link speed that was stated."""
     if run.kind == "train":
         return "MoE-layer time is wall time of the layer on the slowest rank."
-    smoothing = run.summary.get("smoothing", {})
+    compared, trained = (
+        run.config.get("compare", {}),
+        run.config.get("train", {}),
+    )  # of a run that did not finish
+    smoothing = run.summary.get("smoothing", {}).get("steps", compared.get("smoothing_steps", "?"))
+    ranks = run.summary.get("world_size", compared.get("ep", "?"))
+    seed = run.summary.get("seed", trained.get("seed", "?"))
     parts = [
         tables.critical_path(run),
         str(run.summary.get("link_rule", "")),
-        f"Smoothed loss: mean of the last {smoothing.get('steps', '?')} steps.",
-        f"World size {run.summary.get('world_size', '?')}, seed {run.summary.get('seed', '?')}.",
+        f"Smoothed loss: mean of the last {smoothing} steps.",
+        f"World size {ranks}, seed {seed}.",
     ]
     return " ".join(part for part in parts if part)
 

@@ -38,11 +38,16 @@ def environment() -> dict[str, Any]:
     """Command, versions, hardware and date of this process."""
     names = ("lrmoe", "torch", "transformers", "numpy")
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), **{n: v for n in names if (v := _version(n))}},
         "hardware": hardware(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _program() -> str:
+    path = Path(sys.argv[0])
+    return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
 
 
 def hardware() -> dict[str, Any]:

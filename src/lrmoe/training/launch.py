@@ -65,7 +65,9 @@ def run_workers(
         tempfile.TemporaryDirectory(prefix="lrmoe-workers-", ignore_cleanup_errors=True) as name,
     ):
         folder = Path(name)
-        (folder / "call.pickle").write_bytes(pickle.dumps((function, world_size, tuple(args), sys.path)))
+        (folder / "call.pickle").write_bytes(
+            pickle.dumps((function, world_size, tuple(args), sys.path, sys.argv))
+        )
         workers: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world_size):
@@ -217,8 +219,8 @@ def _work(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    function, world_size, args, path = pickle.loads((folder / "call.pickle").read_bytes())
-    sys.path[:] = path
+    function, world_size, args, path, command = pickle.loads((folder / "call.pickle").read_bytes())
+    sys.path[:], sys.argv[:] = path, command  # figures name the command that somebody typed
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
