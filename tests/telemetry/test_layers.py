@@ -36,6 +36,23 @@ def test_the_worst_layer_is_worst_over_its_calls_not_in_one() -> None:
     assert flat["lrmoe/kept_share_worst"] == pytest.approx(0.7)
 
 
+def test_memory_and_broken_scores_are_the_most_and_the_sum_of_a_layers_calls() -> None:
+    fields: list[dict[str, object]] = [
+        {
+            "mem": {"stash": size},
+            "mem_predicted": {"stash": size},
+            "peak_measured": size,
+            "peak_predicted": size,
+            "nonfinite_scores": size,
+        }
+        for size in (3, 9, 5)
+    ]
+    flat = layer_figures([[record(0, **one) for one in fields]])
+    for name in ("stash_measured", "stash_predicted", "peak_measured", "peak_predicted"):
+        assert flat[f"lrmoe/mem_{name}"] == flat[f"lrmoe/mem_{name}_worst"] == 9, name
+    assert flat["lrmoe/nonfinite_scores"] == 17
+
+
 def test_decisions_are_shown_of_the_calls_that_have_them() -> None:
     told = [{"variance_allowed": 0.1}, {}, {"variance_allowed": 0.3}, {"variance_allowed": 0.7}]
     calls = [record(layer, control=control) for layer, control in zip((0, 0, 0, 1), told, strict=True)]
@@ -56,6 +73,8 @@ def test_the_latest_check_is_shown() -> None:
     found = [flat[f"lrmoe/check_{name}"] for name in ("cosine", "relative_error", "layer")]
     assert found == [0.8, 0.6, 2]
     assert "lrmoe/check_layer" not in layer_figures([[record(0)]])
+    later = record(0, step=9, check_cosine=0.7, check_relative_error=0.8)
+    assert layer_figures([[*calls, later]])["lrmoe/check_layer"] == 0
 
 
 def test_evaluation_does_not_count() -> None:

@@ -57,6 +57,13 @@ def test_the_running_share_forgets() -> None:
     assert flags(watch, calls(high, 100))[-1] is True
 
 
+def test_one_call_among_many_is_no_reason() -> None:
+    watch = EnergyWatch()
+    flags(watch, calls(0.0, 40))
+    assert flags(watch, calls(5 * DROPPED_ENERGY_LEVEL, 1)) == [False]
+    assert flags(watch, calls(5 * DROPPED_ENERGY_LEVEL, 5))[-1]
+
+
 def test_exact_calls_do_not_count() -> None:
     assert flags(EnergyWatch(), calls(0.5, 30, kept=100)) == [False] * 30
 
