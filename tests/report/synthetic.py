@@ -247,8 +247,7 @@ def headline_lines(folder: Path, values: tuple[float, ...] = (0.51, 0.49)) -> Pa
     """What `make headline` leaves: figures of one system in two cases, and one of an ablation."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [
-        f"headline.qwen3-moe-tiny.memorise.{aux}.lrmoe-sampled50.time_to_loss_over_symi"
-        for aux in (0, 0.001)
+        f"headline.qwen3-moe-tiny.memorise.{aux}.lrmoe-sampled50.time_to_loss_over_symi" for aux in (0, 0.001)
     ]
     lines = [
         {
