@@ -155,8 +155,8 @@ def _stashed(rows: Rows) -> Iterator[str]:
     yield "### With stashed activations"
     yield (
         "Recomputing was made the main setting after a first run with stashed activations had fallen short of the mark "
-        f"against SYMI. Both are shown{figures}. A stash shortens every backward by one projection, so that forward, "
-        "which nothing is left out of, weighs more."
+        f"against SYMI. Both are shown{figures}. A stash shortens every backward by one projection: forward, which "
+        "nothing is left out of, and what pruning costs beside its rows weigh more."
     )
     yield _ratios(stashed, "symi", "Time to the same loss over SYMI's, activations stashed.")
     yield _ratios(stashed, "ultraep", "Over UltraEP's policy, activations stashed.")

@@ -57,7 +57,8 @@ def above_balanced(rows: Rows, model: str) -> str:
             largest.append(_sentence(system, same, more, whole))
     text = (
         f"`{model}`: the same less the balanced reference, in ms and in percent of the reference's call, which has no "
-        "scoring, selection and copies. In `experts` and `experts_backward` it is the peak."
+        "scoring, selection and copies. In `experts` and `experts_backward` it is the peak; where peaks are equal, "
+        "noise."
     )
     return f"{text}\n\n" + "\n".join(lines) + "\n\n" + "\n".join(largest)
 

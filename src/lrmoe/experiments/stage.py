@@ -74,7 +74,7 @@ class Stage:
     out: Path
     size: StageSize = field(default_factory=StageSize)
     every: int = 10
-    balanced_every: int = 6
+    balanced_every: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
