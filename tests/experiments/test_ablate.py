@@ -256,7 +256,7 @@ def test_the_command_runs_goes_on_and_refuses_another_model(place: Path) -> None
     assert {path: after[path] for path in before} == before
     other = run_cli(place / "tiny", "--aux", "0.01")
     assert isinstance(other.exception, ConfigError)
-    assert "--overwrite" in str(other.exception)
+    assert "aux was 0.0, now 0.01; pass --overwrite" in str(other.exception)
     with locked(folder / ".lock"):
         beside = run_cli(place / "tiny")
     assert isinstance(beside.exception, ConfigError)

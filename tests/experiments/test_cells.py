@@ -111,6 +111,8 @@ def test_numbers_of_an_option() -> None:
     assert numbers("seeds", " 0, 2,", int) == [0, 2]
     with pytest.raises(ConfigError, match=r"--seeds '0,x': must be integers, separated by commas"):
         numbers("seeds", "0,x", int)
+    with pytest.raises(ConfigError, match=r"--targets ',': must be numbers, separated by commas"):
+        numbers("targets", ",", float)
 
 
 def test_a_later_target_replaces_an_earlier_one_of_the_other_key(tmp_path: Path) -> None:

@@ -124,10 +124,18 @@ def _check_folder(ablation: Ablation, overwrite: bool) -> None:
     folder, path = ablation.folder, ablation.folder / "config.toml"
     check_free(folder, own=("summary.json", "report.html"), replaceable=True, overwrite=overwrite, kind=KIND)
     mine = _config(ablation)
-    if not overwrite and path.exists() and (found := read_toml(path).get(KIND)) != mine:
+    if overwrite or not path.exists():
+        return
+    found = read_toml(path).get(KIND, {})
+    changed = [
+        f"{key} was {found.get(key, 'unset')}, now {mine.get(key, 'unset')}"
+        for key in sorted({*found, *mine})
+        if found.get(key) != mine.get(key)
+    ]
+    if changed:
         raise ConfigError(
-            f"name={folder.name!r}: {folder} holds an ablation of {found}, this one is of {mine}; pass --overwrite to "
-            "replace it, or choose another --name"
+            f"name={folder.name!r}: {folder} holds an ablation of another configuration: {'; '.join(changed)}; pass "
+            "--overwrite to replace it, or choose another --name"
         )
 
 

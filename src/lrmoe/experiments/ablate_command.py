@@ -131,7 +131,7 @@ def _announcement(ablation: Ablation) -> str:
     runs = len(list(ablation.cells()))
     regimes = ", ".join(dict.fromkeys(part.regime for part in ablation.parts))
     rules = len({rule for part in ablation.parts for rule in part.rules})
-    return f"{rules} rules beside nothing dropped, {ablation.model}, {regimes}: {runs} training runs"
+    return f"{rules} {'rule' if rules == 1 else 'rules'} beside nothing dropped, {ablation.model}, {regimes}: {runs} training runs"
 
 
 def lines(summary: Mapping[str, Any]) -> Iterator[str]:

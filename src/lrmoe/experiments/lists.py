@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,13 +44,15 @@ def numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
     """The numbers of an option like "0,1,2".
 
     Raises:
-        ConfigError: a part is none; names the option.
+        ConfigError: a part is none, or there is none; names the option.
     """
-    try:
-        return [kind(part) for part in split(text)]
-    except ValueError:
+    found: list[Any] = []
+    with contextlib.suppress(ValueError):
+        found = [kind(part) for part in split(text)]
+    if not found:
         what = "integers" if kind is int else "numbers"
-        raise ConfigError(f"--{option} {text!r}: must be {what}, separated by commas") from None
+        raise ConfigError(f"--{option} {text!r}: must be {what}, separated by commas")
+    return found
 
 
 def _floats(values: Sequence[Any]) -> tuple[float, ...]:
