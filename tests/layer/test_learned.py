@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from lrmoe.layer.learned import _ROWS, score_sums
+from lrmoe.layer.learned import _ROWS, Learned, score_sums
 from lrmoe.planning.score_bins import ScoreHistory
-from tests.layer.harness import build, pruning, run
+from tests.layer.harness import build, forward, leaves, pruning, run
 from tests.layer.test_fidelity import BASE, records
+from tests.reference import GRADS
 
 
 def lognormal(rows: int, seed: int) -> torch.Tensor:
@@ -64,3 +65,32 @@ def test_one_overflow_does_not_end_pruning() -> None:
     assert broken.nonfinite_scores > broken.kept
     after = records(layer, config, range(9, 12))
     assert all(r.kept <= before + 0.1 * r.pairs for r in after)
+
+
+def test_a_call_without_a_prediction_leaves_none_of_those_sent_with_it() -> None:
+    learned, one = Learned(2, 1, own=False), torch.tensor(1.0, dtype=torch.float64)
+    learned.book(one, one, 0.25)
+    learned.book(one, one, 0.5)
+    assert (learned.calls, learned.predicted) == (2, 0.75)
+    learned.book(one, one, None)
+    learned.book(one, one, 0.5)
+    assert (learned.calls, learned.predicted) == (4, None)
+    learned.sent()
+    assert (learned.calls, learned.predicted) == (0, 0.0)
+
+
+def test_evaluation_neither_takes_nor_pushes_out_what_is_timed() -> None:
+    config = pruning(max_drop=0.6, drop="auto", warmup_steps=6)
+    layer = build(BASE, config)
+    for _ in range(8):
+        leaf = leaves(BASE, GRADS)
+        out = forward(layer, BASE, leaf)
+        for _ in range(5):
+            forward(layer, BASE, leaves(BASE, []), training=False)
+        out.backward(BASE.grad_out)
+        forward(layer, BASE, leaves(BASE, []), training=False)
+        layer.clock.advance()
+    auto = layer.controller.drops.auto
+    assert auto is not None
+    assert auto.frozen
+    assert auto.calls == 6

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import types
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,20 @@ def test_tensorboard_gets_scalars_and_histograms(tmp_path: Path) -> None:
     assert events.Tags()["histograms"] == ["lrmoe/layer0/counts_E"]
     drawn = events.Histograms("lrmoe/layer0/counts_E")[0]
     assert (drawn.step, drawn.histogram_value.num, drawn.histogram_value.sum) == (4, 2, 9)
+
+
+def test_a_resumed_run_keeps_the_steps_that_are_done(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, steps in ((None, range(1, 6)), (3, range(4, 6))):
+        board = TensorBoard(tmp_path, resume_step)
+        for step in steps:
+            board.write(step, {"loss": float(step if resume_step is None else -step)}, {})
+        board.close()
+        time.sleep(1.1)  # the second of its start orders the files
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, -4), (5, -5)]
 
 
 class FakeRun:

@@ -27,7 +27,7 @@ class TensorBoard:
 
     Args:
         folder: where they go.
-        resume_step: what lies there for later steps no longer counts; None starts anew.
+        resume_step: what lies there for steps after it no longer counts; None starts anew.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
@@ -37,7 +37,8 @@ class TensorBoard:
         require_extra("tensorboard", "report")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=resume_step)
+        purged = None if resume_step is None else resume_step + 1  # the first step that no longer counts
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purged)
 
     def write(self, step: int, values: Mapping[str, Any], histograms: Histograms) -> None:
         """See `Reporter`."""
