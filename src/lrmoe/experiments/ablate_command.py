@@ -130,8 +130,9 @@ def _run(ablation: Ablation, workers: int | None, overwrite: bool, as_json: bool
 def _announcement(ablation: Ablation) -> str:
     runs = len(list(ablation.cells()))
     regimes = ", ".join(dict.fromkeys(part.regime for part in ablation.parts))
-    rules = len({rule for part in ablation.parts for rule in part.rules})
-    return f"{rules} {'rule' if rules == 1 else 'rules'} beside nothing dropped, {ablation.model}, {regimes}: {runs} training runs"
+    count = len({rule for part in ablation.parts for rule in part.rules})
+    rules = "1 rule" if count == 1 else f"{count} rules"
+    return f"{rules} beside nothing dropped, {ablation.model}, {regimes}: {runs} training runs"
 
 
 def lines(summary: Mapping[str, Any]) -> Iterator[str]:
