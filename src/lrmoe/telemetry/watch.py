@@ -12,7 +12,7 @@ from lrmoe.telemetry.record import CallRecord
 log = logging.getLogger(__name__)
 
 # Share of the squared scores that `topk` may leave out. Experiments with it cost no measurable loss below 0.1 % and a
-# clear one above 0.2 % (docs/estimators.md): what is always dropped is coherent, and a larger batch does not help.
+# clear one above 0.2 %: what is always dropped is coherent, and a larger batch does not help.
 DROPPED_ENERGY_LEVEL = 0.002
 _DECAY = 0.9  # of the running sums, by call
 _FIRST = 10  # calls of a layer before it is judged
