@@ -25,7 +25,7 @@ from lrmoe.errors import InfeasibleError
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import FloatArray
 
-NOISE_SHARE = 0.5
+NOISE_SHARE = 0.6
 # Backward over forward per row where nothing was timed: 2 and 3 by products alone, less by the exchange of rows, which
 # takes as long in both passes.
 STASH_RATIO, RECOMPUTE_RATIO = 1.5, 2.0
