@@ -1,0 +1,97 @@
+"""What of `max_drop` a call may use: plans asked for, reasons given, debts that end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lrmoe.layer.drops import Chosen, DropControl
+from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
+from lrmoe.planning.score_bins import ScoreHistory
+from tests.layer.harness import pruning
+from tests.planning.test_score_bins import sums_of
+
+COUNTS = np.array([400, 400, 400, 400])
+
+
+class Asked:
+    """One control, the plans it asked for, and past scores of one spread."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.config = pruning(**fields)
+        self.control = DropControl(self.config)
+        self.drops: list[float] = []
+        rng = np.random.default_rng(0)
+        self.history = ScoreHistory.from_sums(sums_of([rng.lognormal(0, 0.8, 3000) for _ in COUNTS]))
+
+    def plan_at(self, drop: float) -> LayerPlan:
+        self.drops.append(drop)
+        problem = Problem(
+            counts_RE=COUNTS[None],
+            topology=Topology(ranks=1, experts=COUNTS.size),
+            max_drop=drop,
+            min_keep=self.config.min_keep,
+        )
+        return get_policy("lrmoe")(problem)
+
+    def choose(self) -> Chosen:
+        return self.control.choose(self.plan_at, self.plan_at, self.history)
+
+
+def test_where_scores_stay_the_last_drop_is_the_only_plan_asked_for() -> None:
+    asked = Asked(max_drop=0.9, max_added_variance=0.1)
+    for _ in range(3):
+        found = asked.choose()
+    before = len(asked.drops)
+    again = asked.choose()
+    assert len(asked.drops) == before + 1
+    assert again.plan.kept == pytest.approx(found.plan.kept, rel=0.05)
+
+
+def test_where_the_least_kept_pairs_bind_the_limit_is_not_the_reason() -> None:
+    asked = Asked(max_drop=0.8, max_added_variance=1.0, min_keep=300)
+    chosen = asked.choose()
+    assert chosen.plan.kept == 4 * 300
+    assert chosen.plan.reason == "always"
+
+
+def test_exact_calls_pay_a_large_debt_back() -> None:
+    asked = Asked(max_drop=0.9, max_added_variance=0.1)
+    assert asked.control.variance is not None
+    asked.control.variance.debt = 2.0
+    kept = [asked.choose().plan.kept for _ in range(40)]
+    assert kept[0] == COUNTS.sum()
+    assert kept[-1] < COUNTS.sum()
+
+
+def test_what_predictions_missed_so_far_corrects_the_next() -> None:
+    plain, wary = (Asked(max_drop=0.9, max_added_variance=0.1) for _ in range(2))
+    assert wary.control.variance is not None
+    wary.control.variance.factor = 4.0
+    one, other = plain.choose(), wary.choose()
+    assert other.plan.kept > one.plan.kept
+    assert other.predicted is not None
+    assert other.told["variance_predicted"] == pytest.approx(4 * other.predicted)
+
+
+def test_sixteen_exact_calls_calibrate_after_one_that_warms_up() -> None:
+    auto = Asked(max_drop=0.5, drop="auto").control.auto
+    assert auto is not None
+    for _ in range(40):
+        auto.measure(np.array([[1.0, 2.0, 10.0, 10.0]]))
+    assert auto.forward_rows == 160
+
+
+def test_ranks_that_counted_differently_conclude_nothing() -> None:
+    control = Asked(max_drop=0.9, max_added_variance=0.1).control
+    assert control.variance is not None
+    before = control.variance.state()
+    control.book(np.array([[1.0, 5.0, 1.0], [2.0, 5.0, 1.0]]), 0.1)
+    control.book(np.array([[0.0, 0.0, 0.0], [1.0, 5.0, 1.0]]), 0.1)
+    control.book(np.zeros((2, 3)), 0.0)
+    assert control.variance.state() == before
+    control.book(np.array([[2.0, 1.0, 10.0], [2.0, 3.0, 10.0]]), 0.1)
+    assert (control.variance.calls, control.variance.mean) == (2, pytest.approx(0.2))
+    assert control.variance.factor == pytest.approx(0.8 + 0.2 * 0.2 / 0.05)
