@@ -17,6 +17,7 @@ from lrmoe.experiments.headline_jobs import EXACT, base_config
 from lrmoe.experiments.headline_question import FULL, JUDGED, QUICK, Headline
 from lrmoe.experiments.stage_inputs import StageSize
 from lrmoe.experiments.systems import SYSTEMS
+from lrmoe.experiments.virtual import ExecutionSize
 from lrmoe.report import headline as report
 from lrmoe.report.load import load_run
 
@@ -106,6 +107,14 @@ def test_a_trajectory_is_planned_with_the_stages_settings() -> None:
             0,
         )
         assert config.train.router_aux_loss == 0.001
+
+
+def test_a_trajectory_is_planned_for_the_size_that_the_stage_executes(tmp_path: Path) -> None:
+    headline = tiny(tmp_path)
+    sizes = {job.args[-1] for job in headline_module._trajectories(headline)}
+    (size,) = sizes
+    assert (size.hidden, size.width, size.ranks, size.pairs) == (16, 8, 8, 560)
+    assert StageSize().execution == ExecutionSize()
 
 
 def test_others_run_seldom_and_a_stash_stands_beside_the_first_of_each_model(

@@ -107,7 +107,8 @@ def _trajectories(headline: Headline) -> Iterator[Job]:
     for model, aux, seed, systems in headline.places():
         for kind in dict.fromkeys(EXACT if is_exact(system) else system for system in systems):
             folder = headline.trajectory(model, aux, seed, systems[0] if kind == EXACT else kind)
-            args = (model, aux, kind, seed, headline.regime, folder, headline.steps)
+            size = headline.size.execution
+            args = (model, aux, kind, seed, headline.regime, folder, headline.steps, size)
             yield Job(name=folder.name, target=f"{_JOBS}:train", args=args, steps=steps)
 
 

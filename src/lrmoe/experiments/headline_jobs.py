@@ -12,6 +12,7 @@ from lrmoe.experiments.stage_lanes import SETTING, system_config
 from lrmoe.experiments.stage_lines import STASH
 from lrmoe.experiments.systems import get_system
 from lrmoe.experiments.trajectory import TrajectoryJob, run_trajectory
+from lrmoe.experiments.virtual import ExecutionSize
 from lrmoe.training.config import TrainConfig
 
 EXACT = "exact"  # the trajectory that exact systems share
@@ -36,27 +37,41 @@ def start(model: str, aux: float, report: Callable[[int], None], cache: Path = C
 
 
 def trajectory_job(
-    model: str, aux: float, system: str, seed: int, regime: str, folder: Path, steps: int | None = None
+    model: str,
+    aux: float,
+    system: str,
+    seed: int,
+    regime: str,
+    folder: Path,
+    steps: int | None,
+    size: ExecutionSize,
 ) -> TrajectoryJob:
     """A trajectory of a system, or of EXACT; its start checkpoint is made if it is not there.
 
     Args:
-        folder: where it goes. steps: instead of the regime's.
+        folder: where it goes. steps: instead of the regime's. size: of the layers in execution.
     """
     config = regime_config(base_config(model, aux, system, seed), regime, seed)
     if steps is not None:
         config = config.replace(train={"steps": steps})
-    return TrajectoryJob(config=config, folder=folder)
+    return TrajectoryJob(config=config, folder=folder, size=size)
 
 
 def is_finished(
-    model: str, aux: float, system: str, seed: int, regime: str, folder: Path, steps: int | None
+    model: str,
+    aux: float,
+    system: str,
+    seed: int,
+    regime: str,
+    folder: Path,
+    steps: int | None,
+    size: ExecutionSize,
 ) -> bool:
     """Whether this very trajectory is there, complete; trains nothing."""
     base = base_config(model, aux, EXACT, 0)
     if not folder.exists() or (get_regime(regime).continues and not start_is_made(base, CACHE)):
         return False
-    return trajectory_job(model, aux, system, seed, regime, folder, steps).finished
+    return trajectory_job(model, aux, system, seed, regime, folder, steps, size).finished
 
 
 def train(
@@ -67,7 +82,8 @@ def train(
     regime: str,
     folder: Path,
     steps: int | None,
+    size: ExecutionSize,
     report: Callable[[int], None],
 ) -> None:
     """Run one trajectory."""
-    run_trajectory(trajectory_job(model, aux, system, seed, regime, folder, steps), report)
+    run_trajectory(trajectory_job(model, aux, system, seed, regime, folder, steps, size), report)

@@ -18,6 +18,7 @@ from pathlib import Path
 from lrmoe.experiments import stage_lines
 from lrmoe.experiments.stage_inputs import StageSize
 from lrmoe.experiments.stage_lines import MAIN, Call
+from lrmoe.experiments.trajectory import RECORD_EVERY
 from lrmoe.training.launch import run_workers
 
 
@@ -73,7 +74,7 @@ class Stage:
     blocks: Sequence[Block]
     out: Path
     size: StageSize = field(default_factory=StageSize)
-    every: int = 10
+    every: int = RECORD_EVERY
     balanced_every: int = 3
 
 

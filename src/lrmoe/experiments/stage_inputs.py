@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.experiments.virtual import PAIRS_OVER_WIDTH, ExecutionSize
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSize:
@@ -25,10 +27,16 @@ class StageSize:
         pairs_over_width: least pairs of a rank, in expert widths: what makes GEMMs most of a call.
     """
 
-    hidden: int = 128
-    width: int = 128
-    ranks: int = 8
-    pairs_over_width: int = 170
+    hidden: int = ExecutionSize.hidden
+    width: int = ExecutionSize.width
+    ranks: int = ExecutionSize.ranks
+    pairs_over_width: int = PAIRS_OVER_WIDTH
+
+    @property
+    def execution(self) -> ExecutionSize:
+        """What trajectories plan for, so that copies are worth there what they are on the stage."""
+        pairs = self.pairs_over_width * self.width
+        return ExecutionSize(hidden=self.hidden, width=self.width, ranks=self.ranks, pairs=pairs)
 
     def repeats(self, pairs: int) -> int:
         """How often a rank's recorded pairs are repeated."""

@@ -45,6 +45,7 @@ from lrmoe.training.metrics import StepMetrics
 
 CONFIG, STEPS, COUNTS, DONE = "config.toml", "steps.jsonl", "counts.npz", "DONE"
 SMOOTHING = 10  # steps of the smoothed loss
+RECORD_EVERY = 10  # steps between those whose calls are recorded
 _FINAL_SHARE, _FINAL_LEAST = 0.1, 20  # of the steps, whose mean is the final loss
 
 FloatArray = NDArray[np.float64]
@@ -66,7 +67,7 @@ class TrajectoryJob:
     config: TrainConfig
     folder: Path
     size: ExecutionSize = field(default_factory=ExecutionSize)
-    record_every: int = 10
+    record_every: int = RECORD_EVERY
     quota_rule: str = "variance"
 
     def __post_init__(self) -> None:

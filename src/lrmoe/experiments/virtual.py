@@ -21,6 +21,7 @@ from lrmoe.planning.problem import IntArray, Problem
 from lrmoe.planning.rates import CPU, Sizes, copy_price
 
 RANKS = 8
+PAIRS_OVER_WIDTH = 170  # of a rank and call, in expert widths: what makes GEMMs most of a call
 QUOTA_RULES = ("variance", "count")  # from past scores, as policies do; by_count
 
 
@@ -35,7 +36,7 @@ class ExecutionSize:
     hidden: int = 128
     width: int = 128
     ranks: int = RANKS
-    pairs: int = 170 * 128
+    pairs: int = PAIRS_OVER_WIDTH * 128
 
     def prices(self, config: LRMoEConfig, pairs: int) -> tuple[float, float]:
         """(`copy_rows`, `cross_rows`) of a call of `pairs` pairs per rank, that copies pay here as in execution.
