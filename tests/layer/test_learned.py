@@ -94,3 +94,13 @@ def test_evaluation_neither_takes_nor_pushes_out_what_is_timed() -> None:
     assert auto is not None
     assert auto.frozen
     assert auto.calls == 6
+
+
+def test_past_scores_fade_by_a_tenth_and_calls_without_any_change_nothing() -> None:
+    learned, counts = Learned(2, 1, own=False), torch.tensor([10, 0])
+    for _ in range(2):
+        learned.learn(torch.ones(10), counts)
+    assert learned.sums_XF[:, 0].tolist() == [19.0, 0.0]
+    for nothing in (torch.zeros(10), torch.full((10,), torch.nan)):
+        learned.learn(nothing, counts)
+    assert learned.sums_XF[:, :2].tolist() == [[19.0, 19.0], [0.0, 0.0]]
