@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
-    parser.add_argument("--seeds", type=int, default=2, help="how many, from 0 on")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
     parser.add_argument("--workers", type=int, help="processes that train; default: one per core")
     args = parser.parse_args(argv)
     seeds = range(args.seeds)
