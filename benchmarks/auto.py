@@ -168,7 +168,7 @@ def continued(found: Mapping[float | None, Sequence[Trajectory]]) -> tuple[Runs,
 
 
 def noise_share(runs: Runs) -> float:
-    """The s of steps(d) / steps(0) = 1 + s * added(d): least squares over fixed drops and seeds."""
+    """The s of steps(d) / steps(0) = 1 + s * added(d): least squares over fixed drops and seeds that reached the loss."""
     pairs = [
         (run.added, run.steps / exact.steps - 1)
         for drop, of_drop in runs.items()
@@ -183,7 +183,7 @@ Figure = Callable[..., dict[str, Any]]
 
 
 def figures(regime: str, runs: Runs, times: Times, **context: Any) -> list[dict[str, Any]]:
-    """Figures of one regime. A run that did not reach the loss counts with all its steps, as `not_reached` says."""
+    """Figures of one regime. A drop with a run that did not reach the loss has no time; `not_reached` counts them."""
     fixed = {drop: of_drop for drop, of_drop in runs.items() if drop is not None}
     spent = {drop: [run.time(times) for run in of_drop] for drop, of_drop in runs.items()}
     best = min(fixed, key=lambda drop: statistics.fmean(spent[drop]))
