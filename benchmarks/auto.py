@@ -168,7 +168,7 @@ def continued(found: Mapping[float | None, Sequence[Trajectory]]) -> tuple[Runs,
 
 
 def noise_share(runs: Runs) -> float:
-    """The s of steps(d) / steps(0) = 1 + s * added(d): least squares over fixed drops and seeds that reached the loss."""
+    """The s of steps(d) / steps(0) = 1 + s * added(d): least squares over fixed runs that reached the loss."""
     pairs = [
         (run.added, run.steps / exact.steps - 1)
         for drop, of_drop in runs.items()
