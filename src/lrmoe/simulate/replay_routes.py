@@ -171,7 +171,10 @@ def _call(plan: LayerPlan, seats: Seats, rank: int, table_RQ: IntArray, *, stash
     comm = SimpleNamespace(rank=rank, size=seats.topology.ranks, sent_bytes=nothing, all_gather_ints=gathered)
     opened = SimpleNamespace(sent=nothing)
     return cast(
-        "Call", SimpleNamespace(plan=plan, seats=seats, comm=comm, keeps_rows=stash, open_call=opened)
+        "Call",
+        SimpleNamespace(
+            plan=plan, seats=seats, comm=comm, keeps_rows=stash, selects_early=False, open_call=opened
+        ),
     )
 
 
