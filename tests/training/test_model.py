@@ -18,7 +18,7 @@ from lrmoe.training.presets import PRESETS
 from tests.distributed.pool import Pool
 from tests.training.tiny import CPU, GLM_SHAPE, SHAPE
 
-SHAPES = {"qwen3-moe-tiny": SHAPE, "glm4-moe-tiny": GLM_SHAPE}
+SHAPES = {name: GLM_SHAPE if name.startswith("glm4") else SHAPE for name in PRESETS}
 
 
 def build(config: ModelConfig, seed: int = 0, group: Any = None) -> Any:
@@ -56,7 +56,9 @@ def logits(model: Any) -> torch.Tensor:
 def test_presets_are_what_they_say(preset: str) -> None:
     config = read_config(ModelConfig(preset=preset))
     assert config.model_type == PRESETS[preset].model_type
-    assert (config.num_local_experts, config.num_experts_per_tok, config.vocab_size) == (16, 4, 258)
+    experts = 32 if preset.endswith("micro") else 16
+    assert (config.num_local_experts, config.num_experts_per_tok, config.vocab_size) == (experts, 4, 258)
+    assert f"{experts} experts, top-4, " in PRESETS[preset].about
 
 
 def test_the_seed_fixes_the_weights() -> None:
