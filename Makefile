@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
 RUN := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: venv test lint typecheck format pytest demo docs headline headline-quick figures bench clean help
+.PHONY: venv test test-all lint typecheck format pytest demo docs headline headline-quick figures bench clean help
 
 venv: $(STAMP)  ## create .venv with everything installed (the default)
 
@@ -41,7 +41,10 @@ format: $(STAMP)  ## let ruff fix and format the tree
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-pytest: $(STAMP)  ## the tests alone; PYTEST_ARGS="-k layer" narrows them
+pytest: $(STAMP)  ## the tests alone, long ones left out; PYTEST_ARGS="-k layer" narrows them
+	@$(RUN) $(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+
+test-all: lint typecheck  ## with the long tests: benchmarks and experiments in small
 	@$(RUN) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 demo: $(STAMP)  ## train with and without LRMoE to the same loss, on two CPU processes

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_only_the_unbiased_rule_averages_out() -> None:
     run = subprocess.run(

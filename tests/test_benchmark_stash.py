@@ -26,6 +26,7 @@ def bench(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
     return run.returncode, {row["name"]: row for row in rows}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_stays_is_counted_by_hand(ranks: int) -> None:
     code, rows = bench("--ranks", str(ranks))
@@ -41,5 +42,6 @@ def test_what_stays_is_counted_by_hand(ranks: int) -> None:
     assert code == 1, "narrow rows: the pairs' weights weigh more than 2 % beside them"
 
 
+@pytest.mark.long
 def test_wide_rows_are_within_the_bound() -> None:
     assert bench("--ranks", "1", "--width", "64")[0] == 0

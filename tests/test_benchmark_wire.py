@@ -61,6 +61,7 @@ def test_an_even_spread_halves_every_source_and_keep_local_keeps_what_is_at_home
         assert (others > 0).any()
 
 
+@pytest.mark.long
 def test_a_small_run_prints_every_figure_with_lean_bytes_below_those_of_one_row_per_pair(
     wire: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def test_help_says_how_long_it_takes(layer: ModuleType, capsys: pytest.CaptureFi
     assert re.search(r"Expected duration on 2 cores: \d+ to \d+ minutes", capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_the_op_benchmark_names_every_op_in_both_dtypes() -> None:
     run = subprocess.run(
         [sys.executable, str(BENCHMARKS / "ops.py"), "--json", "--rounds", "1", "--threads", "1"],

@@ -72,7 +72,7 @@ def crafted(first: int) -> list[int]:
     return moved
 
 
-@pytest.mark.parametrize(("ranks", "first"), [(2, 0), (4, 50), (8, 31)])
+@pytest.mark.parametrize(("ranks", "first"), [(2, 0), pytest.param(4, 50, marks=pytest.mark.long), (8, 31)])
 def test_the_same_bits_as_where_backward_selects(
     request: pytest.FixtureRequest, ranks: int, first: int
 ) -> None:

@@ -40,7 +40,7 @@ def tiny(folder: Path) -> Headline:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_from_nothing_to_figures_and_nothing_twice(tmp_path: Path) -> None:
     said: list[str] = []

@@ -103,6 +103,7 @@ def test_a_policy_sees_every_step_and_its_plans_are_those_of_running_each(name: 
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", HISTORY)
 def test_a_skipped_step_changes_neither_plans_nor_what_they_move(pool4: Pool, name: str) -> None:
