@@ -201,7 +201,7 @@ _TOPK30 = Rule(estimator="topk", drop=0.3)
 _FORWARD = Rule(score="alpha_phi", select_in="forward", drop=0.3)
 _MEMORISE = Part(
     regime="memorise",
-    seeds=tuple(range(5)),
+    seeds=tuple(range(8)),
     rules=(
         *_topk(_PUBLISHED_SCORES, 0.3),
         *_topk(("lrm",), 0.2),
