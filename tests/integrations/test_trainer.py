@@ -63,7 +63,13 @@ def test_callback_steps_the_clock_and_logs(tmp_path: Path):
     assert handle.clock.step == 4  # per optimizer step, not per micro-batch
     steps = [logs for logs in seen if "loss" in logs]
     assert [logs["lrmoe/kept_share"] for logs in steps] == pytest.approx([1.0, 1.0, 0.5, 0.5])
-    assert all("lrmoe/backward_peak_worst" in logs for logs in steps)
+    assert [(logs.get("lrmoe/calls_warmup"), logs.get("lrmoe/calls_always")) for logs in steps] == [
+        (2 * len(handle.layers), None)
+    ] * 2 + [(None, 2 * len(handle.layers))] * 2
+    assert all(0 < logs["lrmoe/moe_time_share"] < 1 for logs in steps)
+    ours = {name for logs in steps for name in logs if name.startswith("lrmoe/")}
+    assert len(ours) <= 16, "a log that a person reads"
+    assert not any("_ms_" in name or "bytes_" in name for name in ours), "phases are for log='layers'"
     assert trainer.state.log_history[3]["lrmoe/kept_share"] == pytest.approx(0.5)
     assert handle.summary()["calls"] == 4 * 2 * len(handle.layers)
 
@@ -82,7 +88,7 @@ def test_reporters_of_the_callback_see_figures_and_histograms(tmp_path: Path):
 
     model, reporter = make_model("qwen3"), Reporter()
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
-    callbacks = [lrmoe_hf.LRMoECallback(handle, [reporter])]
+    callbacks = [lrmoe_hf.LRMoECallback(handle, [reporter], log="layers")]
     Trainer(
         model, arguments(tmp_path, max_steps=4, logging_steps=2), train_dataset=Tokens(), callbacks=callbacks
     ).train()
@@ -90,10 +96,24 @@ def test_reporters_of_the_callback_see_figures_and_histograms(tmp_path: Path):
     assert reporter.closed == 1
     for _, values, histograms in reporter.seen:
         assert values["lrmoe/kept_share_worst"] == pytest.approx(0.5)
+        assert values["lrmoe/calls_always"] == 2 * 2 * len(handle.layers)
+        assert values["lrmoe/ms_experts_backward"] > 0
         assert values["loss"] > 0
         # two steps of two micro-batches of 2 x 8 tokens
         assert sum(histograms["lrmoe/layer0/counts_E"]) == 2 * 2 * 2 * 8 * model.config.num_experts_per_tok
         assert histograms["lrmoe/kept_share_by_layer"] == pytest.approx([0.5] * len(handle.layers))
+
+
+def test_the_callback_names_the_logs_it_has():
+    with pytest.raises(
+        ConfigError, match=r"log='layer' \(did you mean 'layers'\?\): must be one of totals, layers"
+    ):
+        lrmoe_hf.LRMoECallback(log="layer")
+
+
+def test_the_callback_keeps_its_log_where_the_trainer_rebuilds_it():
+    saved = lrmoe_hf.LRMoECallback(log="layers").state()
+    assert lrmoe_hf.LRMoECallback.from_state(saved).log == "layers"
 
 
 def test_the_callback_waits_for_the_end_of_a_long_step(tmp_path: Path):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lrmoe.telemetry import CallRecord, Telemetry
-from lrmoe.telemetry.layers import layer_figures
+from lrmoe.telemetry.layers import PREFIX, layer_figures
 from lrmoe.telemetry.record import OpenCall
 
 _MEANS = ("kept_share", "forward_peak", "backward_peak", "dropped_energy", "added_variance")
@@ -20,6 +20,23 @@ _SUMS = (
     "replicas",
     "nonfinite_scores",
     "wall_total_ms",
+)
+# of a short log, where the calls have them; the rest of `layer_figures` is for who asks for every layer's
+_SHORT = (
+    "kept_share",
+    "forward_peak",
+    "backward_peak",
+    "backward_peak_worst",
+    "dropped_energy",
+    "dropped_energy_worst",
+    "added_variance",
+    "added_variance_worst",
+    "nonfinite_scores",
+    "moe_layer_ms",
+    "mem_peak_measured",
+    "auto_drop",
+    "variance_mean",
+    "check_cosine",
 )
 
 
@@ -136,3 +153,27 @@ def figures(records: Sequence[CallRecord]) -> dict[str, float]:
     """The numbers of `layer_figures`, over this rank's records."""
     found = layer_figures([records])
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+
+def short_figures(records: Sequence[CallRecord], step_ms: float) -> dict[str, float]:
+    """A short log of this rank's calls: a choice of `figures`, and sums over the calls.
+
+    Args:
+        step_ms: wall milliseconds of the optimizer steps these calls belong to; 0 where nobody took the time.
+
+    Returns:
+        beside the choice `lrmoe/wire_bytes`, bytes this rank sent in all calls together; `lrmoe/calls_<reason>`, calls
+        by `drop_reason`; `lrmoe/moe_time_share`, wall time of the calls over that of the steps. Empty where there was
+        no training call.
+    """
+    training = [record for record in records if record.drop_reason != "eval"]
+    if not training:
+        return {}
+    known = figures(training)
+    found = {PREFIX + name: known[PREFIX + name] for name in _SHORT if PREFIX + name in known}
+    found[f"{PREFIX}wire_bytes"] = sum(record.wire_bytes for record in training)
+    for reason, calls in Counter(record.drop_reason for record in training).items():
+        found[f"{PREFIX}calls_{reason}"] = calls
+    if step_ms > 0:
+        found[f"{PREFIX}moe_time_share"] = sum(record.wall_total_ms for record in training) / step_ms
+    return found
