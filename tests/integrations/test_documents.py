@@ -80,7 +80,7 @@ def test_telemetry_page_lists_every_key_and_no_other():
     page = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
     tables = [rest.split("\n\n")[0] for rest in page.split("| key |")[1:]]
     listed = [set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) for table in tables]
-    assert listed == [summary.keys() | {"control"}, summary["observed"]["0.3"].keys()]
+    assert listed == [summary.keys() | {"check", "control"}, summary["observed"]["0.3"].keys()]
     named = re.findall(r"`(lrmoe/[\w<>]+)`", "".join(re.findall(r"^\| `lrmoe/.*$", page, re.MULTILINE)))
     known = {name for name in figures if not name.endswith("_worst")}
     checks = {"lrmoe/check_cosine", "lrmoe/check_relative_error", "lrmoe/check_layer"}

@@ -284,6 +284,32 @@ def test_the_dropped_energy_is_looked_at_where_nobody_reads_the_records(caplog: 
     assert len([text for text in caplog.messages if "estimator='topk'" in text]) == len(handle.layers)
 
 
+def test_the_summary_and_its_lines_tell_what_the_checks_found():
+    model, ids = make_model("qwen3"), make_tokens()
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0, check_every=1))
+    for _ in range(2):
+        run(model, ids)
+        handle.step()
+    checked = [record for record in handle.telemetry.records if record.check_cosine is not None]
+    cosines = [record.check_cosine for record in checked]
+    assert len(cosines) == 2
+    found = handle.summary()["check"]
+    assert found["calls"] == 2
+    assert found["cosine"] == pytest.approx(sum(cosines) / 2)
+    assert found["cosine_worst"] == min(cosines) < 1
+    assert found["relative_error"] == pytest.approx(sum(r.check_relative_error for r in checked) / 2)
+    line = f"pruned gradient beside the exact one: cosine {found['cosine']:.3f}, {min(cosines):.3f} at least, relative"
+    assert line in str(handle)
+
+
+def test_without_checks_the_summary_is_silent_about_them():
+    model = make_model("qwen3")
+    handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
+    run(model, make_tokens())
+    assert "check" not in handle.summary()
+    assert "exact one" not in str(handle)
+
+
 def test_worst_layers_keep_least_and_peak_highest():
     telemetry = SummedTelemetry()
     for layer, kept in enumerate((4, 1)):

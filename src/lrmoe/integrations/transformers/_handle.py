@@ -169,10 +169,10 @@ class Handle:
             `forward_peak` and `backward_peak` (most loaded rank over mean load), `dropped_energy`, `added_variance`
             (shares), `moe_layer_ms` (wall), `replicas` (copies of experts over all ranks); sums `wire_bytes`,
             `wire_bytes_row_per_pair` (what one row per pair would have sent) and `nonfinite_scores`;
-            `buffer_peak_bytes`. With
-            `observe=True` also `observed`: what pruning would have saved, by drop share ("0.1", ...): the mean
-            `backward_peak`, the sums `rows_saved` and `bytes_saved`, the share `added_variance`. docs/telemetry.md
-            has the units.
+            `buffer_peak_bytes`. With `check_every` also `check`: `calls` compared, means `cosine` and `relative_error`,
+            `cosine_worst`. With `observe=True` also `observed`: what pruning would have saved, by drop share ("0.1",
+            ...): the mean `backward_peak`, the sums `rows_saved` and `bytes_saved`, the share `added_variance`.
+            docs/telemetry.md has the units.
         """
         return {"step": self.clock.step, "layers": len(self.layers), **self.telemetry.totals().summary()}
 

@@ -30,6 +30,7 @@ def report(summary: dict[str, Any], *, ranks: int) -> str:
     )
     if summary["nonfinite_scores"]:
         lines.append(f"{summary['nonfinite_scores']} scores were not finite: look at the loss")
+    lines.extend(_checked(summary.get("check", {})))
     lines.extend(_observed(summary.get("observed", {}), ranks))
     return "\n".join(lines)
 
@@ -46,6 +47,15 @@ def _peaks(summary: dict[str, Any], ranks: int) -> str:
     copies = f", {summary['replicas']:.1f} copies of experts a call" if summary["replicas"] else ""
     peaks = f"{summary['forward_peak']:.2f} -> {summary['backward_peak']:.2f} of the mean load"
     return f"; busiest rank {peaks}{copies}"
+
+
+def _checked(check: dict[str, float]) -> list[str]:
+    """How near the pruned gradient came to the exact one, where `check_every` compared them."""
+    if not check:
+        return []
+    least = f", {check['cosine_worst']:.3f} at least" if check["calls"] > 1 else ""
+    cosine, error = f"cosine {check['cosine']:.3f}{least}", f"relative error {check['relative_error']:.2f}"
+    return [f"pruned gradient beside the exact one: {cosine}, {error} ({check['calls']:.0f} checked)"]
 
 
 def _observed(savings: dict[str, dict[str, float]], ranks: int) -> list[str]:

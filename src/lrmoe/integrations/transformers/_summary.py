@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ class Totals:
         self._control: dict[str, float] = defaultdict(float)
         self._reasons: dict[str, int] = defaultdict(int)
         self._buffer_peak = 0
+        self._check: dict[str, float] = {}
 
     def copy(self) -> Totals:
         """An independent copy."""
@@ -58,6 +60,7 @@ class Totals:
         for name in ("_sums", "_observed", "_control"):
             getattr(other, name).update(getattr(self, name))
         other._reasons.update(self._reasons)
+        other._check.update(self._check)
         return other
 
     def add(self, records: Iterable[CallRecord]) -> None:
@@ -77,8 +80,22 @@ class Totals:
                 self._control["calls"] += 1
             for name, value in record.control.items():
                 self._control[name] += value
+            self._compared(record)
             self._reasons[record.drop_reason] += 1
             self._buffer_peak = max(self._buffer_peak, record.buffer_peak_bytes)
+
+    def _compared(self, record: CallRecord) -> None:
+        """Add what `check_every` compared; a gradient that is not finite has no cosine (`nonfinite_scores` tells)."""
+        cosine, error = record.check_cosine, record.check_relative_error
+        if cosine is None or error is None or not (math.isfinite(cosine) and math.isfinite(error)):
+            return
+        sums = self._check
+        self._check = {
+            "calls": sums.get("calls", 0) + 1,
+            "cosine": sums.get("cosine", 0.0) + cosine,
+            "cosine_worst": min(sums.get("cosine_worst", 1.0), cosine),
+            "relative_error": sums.get("relative_error", 0.0) + error,
+        }
 
     def summary(self) -> dict[str, Any]:
         """JSON-able: see `Handle.summary`."""
@@ -96,6 +113,9 @@ class Totals:
         if self._control:
             governed = self._control["calls"]
             found["control"] = {name: v / governed for name, v in self._control.items() if name != "calls"}
+        if self._check:
+            means = {name: self._check[name] / self._check["calls"] for name in ("cosine", "relative_error")}
+            found["check"] = {**self._check, **means}
         if self._observed:
             found["observed"] = self._savings()
         return found
