@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
+from lrmoe.integrations.transformers._summary import SHORT, short_figures
 from lrmoe.telemetry import PARTS, PHASES
 from tests.integrations.models import make_model, make_tokens, run
 
@@ -72,17 +74,56 @@ def test_expert_parallel_snippet_runs_as_printed(tmp_path: Path, saved: str):
     )
 
 
+TELEMETRY = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
+
+
+def names_in(heading: str) -> list[set[str]]:
+    """Names in the first columns of the page's tables with that heading, placeholders filled in."""
+    tables = [rest.split("\n\n")[0] for rest in TELEMETRY.split(f"| {heading} |")[1:]]
+    firsts = [" ".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)) for table in tables]
+    return [set(filled(re.findall(r"`([\w/<>]+)`", first))) for first in firsts]
+
+
+def filled(names: list[str]) -> list[str]:
+    reasons, drops = ("observe",), ("0.1", "0.3", "0.5")
+    values = {"<phase>": PHASES, "<part>": PARTS, "<reason>": reasons, "<drop>": drops}
+    for placeholder, words in values.items():
+        names = [name.replace(placeholder, word) for name in names for word in words]
+    return names
+
+
 def test_telemetry_page_lists_every_key_and_no_other():
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(observe=True))
     run(model, make_tokens())
-    summary, figures = handle.summary(), handle.figures()
-    page = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
-    tables = [rest.split("\n\n")[0] for rest in page.split("| key |")[1:]]
-    listed = [set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) for table in tables]
-    assert listed == [summary.keys() | {"check", "control"}, summary["observed"]["0.3"].keys()]
-    named = re.findall(r"`(lrmoe/[\w<>]+)`", "".join(re.findall(r"^\| `lrmoe/.*$", page, re.MULTILINE)))
+    summary, records = handle.summary(), handle.telemetry.records
+    assert names_in("key") == [summary.keys() | {"check", "control"}, summary["observed"]["0.3"].keys()]
+    figures = {**short_figures(records, 1e3), **handle.figures()}
     known = {name for name in figures if not name.endswith("_worst")}
     checks = {"lrmoe/check_cosine", "lrmoe/check_relative_error", "lrmoe/check_layer"}
-    written = {n.replace("<phase>", p).replace("<part>", q) for n in named for p in PHASES for q in PARTS}
-    assert written == known | checks
+    logged = {name for table in names_in("figure") for name in table}
+    assert logged == known | checks
+
+
+def test_telemetry_page_lists_every_field_of_a_record_and_no_other():
+    model = make_model("qwen3")
+    handle = lrmoe_hf.enable(model, LRMoEConfig(observe=True))
+    run(model, make_tokens())
+    (fields,), (attributes,) = names_in("field of `as_dict()`"), names_in("attribute")
+    record = handle.telemetry.records[0]
+    assert fields == record.as_dict().keys() | {"check_cosine", "check_relative_error"}
+    flat = {field.name for field in dataclasses.fields(record)} & fields
+    assert {field.name for field in dataclasses.fields(record)} == attributes | flat
+
+
+def test_telemetry_page_lists_every_decision_and_no_other():
+    model = make_model("qwen3")
+    handle = lrmoe_hf.enable(model, LRMoEConfig(drop="auto", max_added_variance=0.1, warmup_steps=0))
+    run(model, make_tokens())
+    record = handle.telemetry.records[0]
+    assert names_in("figure of `as_dict()`") == [record.control.keys()]
+
+
+def test_telemetry_page_lists_what_a_short_log_has():
+    section = TELEMETRY.split("### The short log of the Trainer")[1].split("\n|")[0]
+    assert set(SHORT) <= set(re.findall(r"`(\w+)`", section))

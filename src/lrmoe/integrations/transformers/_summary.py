@@ -23,7 +23,7 @@ _SUMS = (
     "wall_total_ms",
 )
 # of a short log, where the calls have them; the rest of `layer_figures` is for who asks for every layer's
-_SHORT = (
+SHORT = (
     "kept_share",
     "forward_peak",
     "backward_peak",
@@ -190,7 +190,7 @@ def short_figures(records: Sequence[CallRecord], step_ms: float) -> dict[str, fl
     if not training:
         return {}
     known = figures(training)
-    found = {PREFIX + name: known[PREFIX + name] for name in _SHORT if PREFIX + name in known}
+    found = {PREFIX + name: known[PREFIX + name] for name in SHORT if PREFIX + name in known}
     found[f"{PREFIX}wire_bytes"] = sum(record.wire_bytes for record in training)
     for reason, calls in Counter(record.drop_reason for record in training).items():
         found[f"{PREFIX}calls_{reason}"] = calls
