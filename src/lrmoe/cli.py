@@ -47,7 +47,10 @@ Ranks = Annotated[
     typer.Option("--ep", min=1, metavar="N", help="Ranks that share the experts, as local processes."),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an earlier run of the same name; never its checkpoints.")
+    bool,
+    typer.Option(
+        "--overwrite", help="Replace an earlier run of the same name and kind; never its checkpoints."
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="On an error, print the traceback as well.")]
 

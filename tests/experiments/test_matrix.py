@@ -276,8 +276,12 @@ def test_one_comparison_takes_the_place_of_several_only_with_overwrite(tmp_path:
         make_room(experiment, overwrite=False)
     assert old.is_dir()
     (experiment.folder / "summary.json").write_text('{"kind": "ablate"}')
-    with pytest.raises(ConfigError, match="holds a run of `lrmoe ablate`; pass --overwrite"):
-        make_room(experiment, overwrite=False)
+    for overwrite in (False, True):
+        with pytest.raises(
+            ConfigError, match="holds a run of `lrmoe ablate`, which `lrmoe compare` does not replace"
+        ):
+            make_room(experiment, overwrite=overwrite)
+    assert old.is_dir()
     (experiment.folder / "summary.json").unlink()
     make_room(experiment, overwrite=True)
     assert list(experiment.folder.iterdir()) == []

@@ -173,8 +173,11 @@ def test_the_default_name_replaces_simulations_and_nothing_else() -> None:
     simulate(**two, overwrite=True)
     assert not Path("runs/simulate/metrics.jsonl").exists(), "one folder holds one run"
     Path("runs/simulate/summary.json").write_text('{"systems": {}}')
-    with pytest.raises(ConfigError, match="holds an earlier run"):
-        simulate(**two)
+    for overwrite in (False, True):
+        with pytest.raises(
+            ConfigError, match="holds a run of `lrmoe compare`, which `lrmoe simulate` does not"
+        ):
+            simulate(**two, overwrite=overwrite)
 
 
 def test_checkpoints_and_the_trace_that_is_read_are_never_replaced() -> None:

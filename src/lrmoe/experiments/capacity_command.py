@@ -95,7 +95,7 @@ def _plan(
 def _check_csv(csv: Path | None, overwrite: bool) -> None:
     """Refuse to replace a table that was put somewhere by name, or to write into the folder of another run."""
     if csv is None:
-        check_free(_CSV.parent, own=(_CSV.name,), replaceable=True, overwrite=overwrite)
+        check_free(_CSV.parent, own=(_CSV.name,), replaceable=True, overwrite=overwrite, kind="plan")
     elif csv.exists() and not (overwrite and csv.is_file()):
         raise ConfigError(
             f"csv={str(csv)!r}: is there already; pass --overwrite to replace it, or choose another name"

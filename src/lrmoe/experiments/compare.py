@@ -28,6 +28,7 @@ from lrmoe.report.data import BASELINE
 from lrmoe.telemetry.figures import environment, finite
 from lrmoe.training.data import Corpus
 from lrmoe.training.folder import METRICS, SUMMARY, check_free, claim
+from lrmoe.training.kinds import MATRIX
 from lrmoe.training.launch import run_workers
 from lrmoe.training.traces import TraceLog, about_model, wanted
 
@@ -51,7 +52,7 @@ def compare(experiment: Experiment, *, overwrite: bool = False, place: Place | N
         ConfigError: the folder cannot be written, or holds an earlier run and `overwrite` is not set.
         LRMoEError: a worker failed.
     """
-    check_free(experiment.train, overwrite=overwrite)
+    check_free(experiment.train, overwrite=overwrite, kinds=("compare", MATRIX))
     begin = time.monotonic()
     found = run_workers("lrmoe.experiments.compare:contest", experiment.compare.ep, (experiment, place))[0]
     summary = {**_header(experiment), **found, "total_s": time.monotonic() - begin}

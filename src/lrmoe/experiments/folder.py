@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from lrmoe.errors import ConfigError
+from lrmoe.training.kinds import check_kind, kind_of
 
 # of any run: train and compare write all but the last, which belongs to `lrmoe plan`
 RESULTS = ("metrics.jsonl", "summary.json", "trace.parquet", "report.html", "capacity.csv")
@@ -23,11 +23,12 @@ def check_free(
         folder: of the run.
         own: files that a run of the same kind leaves there.
         replaceable: whether a run of the same kind may be replaced unasked (its name is the command's default).
-        overwrite: whether any earlier run may.
+        overwrite: whether any earlier run of this kind may.
         kind: of the run, as its summary says.
 
     Raises:
-        ConfigError: names the folder and the ways out. Checkpoints are refused even with `overwrite`.
+        ConfigError: names the folder and the ways out. Checkpoints and runs of other commands are refused even with
+            `overwrite`.
     """
     place = folder.absolute()
     while not place.exists():
@@ -40,6 +41,7 @@ def check_free(
             f"name={folder.name!r}: {folder} holds checkpoints of a training run, which --overwrite does not touch; "
             "choose another name, or remove it"
         )
+    check_kind(folder, "name", (kind,))
     found = [name for name in RESULTS if _has_content(folder / name)]
     if not found or overwrite or (replaceable and set(found) <= set(own) and _same_kind(folder, kind)):
         return
@@ -63,11 +65,4 @@ def _has_content(path: Path) -> bool:
 
 def _same_kind(folder: Path, kind: str) -> bool:
     """Whether a summary, if there is one, is of that kind."""
-    path = folder / "summary.json"
-    if not path.exists():
-        return True
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(summary, dict) and summary.get("kind") == kind
+    return not (folder / "summary.json").exists() or kind_of(folder) == kind

@@ -19,13 +19,14 @@ from lrmoe.experiments.compare import compare
 from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.live import Place
 from lrmoe.experiments.locks import alone
-from lrmoe.experiments.matrix_folder import KIND, begin, check, finished, write_summary
+from lrmoe.experiments.matrix_folder import begin, check, finished, write_summary
 from lrmoe.experiments.matrix_rows import COLUMNS, ratios, rows_of
 from lrmoe.experiments.regimes import CACHE
 from lrmoe.experiments.starting import started
 from lrmoe.experiments.terminal import duration
 from lrmoe.experiments.writing import csv_text
 from lrmoe.telemetry.figures import environment
+from lrmoe.training.kinds import MATRIX
 
 _SEEN_OF_CELL = ("link_bytes_per_s", "link_rule", "common_loss", "total_s")
 
@@ -90,7 +91,7 @@ def _write(experiment: Experiment, cells: Sequence[Cell]) -> dict[str, Any]:
     rows = [row for cell, summary in found for row in rows_of(cell, summary)]
     c = experiment.compare
     summary = {
-        "kind": KIND,
+        "kind": MATRIX,
         "preset": experiment.preset,
         "systems": list(c.systems),
         "against": c.base,

@@ -20,8 +20,9 @@ from lrmoe.experiments.config import Experiment
 from lrmoe.experiments.writing import json_text, write_whole
 from lrmoe.training.config import read_toml
 from lrmoe.training.folder import CONFIG, SUMMARY, check_free, claim
+from lrmoe.training.kinds import MATRIX, named
 
-KIND = "matrix"
+KINDS = ("compare", MATRIX)  # that `lrmoe compare` makes
 # keys that change nothing that a cell measures
 _FREE = {"train": {"name", "runs", "log_every"}, "compare": {"against"}}
 
@@ -40,10 +41,9 @@ def check(experiment: Experiment, cells: Sequence[Cell], *, overwrite: bool) -> 
     """
     folder = experiment.folder
     if overwrite or not (folder / CELLS).is_dir():
-        check_free(experiment.train, overwrite=overwrite)
+        check_free(experiment.train, overwrite=overwrite, kinds=KINDS)
         return
-    ours = (_read(folder / SUMMARY) or {}).get("kind", KIND) == KIND
-    check_free(experiment.train, overwrite=ours)  # also: whether it can be written at all
+    check_free(experiment.train, overwrite=True, kinds=KINDS)  # also: whether it can be written at all
     known = {cell.name for cell in cells}
     others = sorted(
         path.name for path in (folder / CELLS).iterdir() if path.is_dir() and path.name not in known
@@ -62,23 +62,18 @@ def make_room(experiment: Experiment, *, overwrite: bool) -> None:
     """Keep one comparison out of a folder that holds several, or with `overwrite` remove these.
 
     Raises:
-        ConfigError: it holds some, and `overwrite` is not set.
+        ConfigError: it holds some, and `overwrite` is not set; or they are cells of another command.
     """
     cells = experiment.folder / CELLS
     if not cells.is_dir():
         return
+    check_free(experiment.train, overwrite=True, kinds=KINDS)
     if not overwrite:
         raise ConfigError(
-            f"train.name={experiment.train.train.name!r}: {experiment.folder} holds {_what(experiment.folder)}; "
+            f"train.name={experiment.train.train.name!r}: {experiment.folder} holds {named(MATRIX)}; "
             "pass --overwrite to replace it, or choose another --name"
         )
-    check_free(experiment.train, overwrite=True)
     _drop_cells(experiment.folder)
-
-
-def _what(folder: Path) -> str:
-    kind = (_read(folder / SUMMARY) or {}).get("kind", KIND)
-    return "a comparison of several cells" if kind == KIND else f"a run of `lrmoe {kind}`"
 
 
 def _drop_cells(folder: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lrmoe.checkpoint import find_steps
 from lrmoe.errors import ConfigError
 from lrmoe.training.config import TrainConfig
+from lrmoe.training.kinds import check_kind
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -17,11 +18,15 @@ SUMMARY = "summary.json"
 RESULTS = (METRICS, SUMMARY, "trace.parquet", "report.html", "wandb.id")
 
 
-def check_free(config: TrainConfig, *, overwrite: bool) -> None:
+def check_free(config: TrainConfig, *, overwrite: bool, kinds: Sequence[str] = ("train",)) -> None:
     """Refuse a folder that cannot be written or holds another run; creates and changes nothing.
 
+    Args:
+        overwrite: whether an earlier run may be replaced, if it is of one of `kinds`.
+
     Raises:
-        ConfigError: names the folder and the ways out. Checkpoints are refused even with `overwrite`.
+        ConfigError: names the folder and the ways out. Checkpoints and runs of other commands are refused even with
+            `overwrite`.
     """
     folder = config.folder
     _check_writable(config)
@@ -30,6 +35,7 @@ def check_free(config: TrainConfig, *, overwrite: bool) -> None:
             f"train.name={config.train.name!r}: {folder} holds checkpoints of an earlier run, which --overwrite does "
             "not touch; go on with lrmoe train --resume, choose another --name, or remove it"
         )
+    check_kind(folder, "train.name", kinds)
     found = [name for name in RESULTS if _has_content(folder / name)]
     if found and not overwrite:
         raise ConfigError(
