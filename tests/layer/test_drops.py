@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lrmoe.errors import ConfigError
+from lrmoe.layer.controller import Controller, StepClock
 from lrmoe.layer.drops import Chosen, DropControl
 from lrmoe.planning import LayerPlan, Problem, Topology, get_policy
-from lrmoe.planning.score_bins import ScoreHistory
+from lrmoe.planning.score_bins import COLUMNS, ScoreHistory
 from tests.layer.harness import pruning
 from tests.planning.test_score_bins import sums_of
 
@@ -95,3 +99,55 @@ def test_ranks_that_counted_differently_conclude_nothing() -> None:
     control.book(np.array([[2.0, 1.0, 10.0], [2.0, 3.0, 10.0]]), 0.1)
     assert (control.variance.calls, control.variance.mean) == (2, pytest.approx(0.2))
     assert control.variance.factor == pytest.approx(0.8 + 0.2 * 0.2 / 0.05)
+
+
+GOVERNED = {"drop": "auto", "max_added_variance": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda drops: drops["variance"].pop("debt"), r"state of layer 3: drops\.variance lacks debt"),
+        (lambda drops: drops["auto"].pop("age"), r"drops\.auto lacks age"),
+        (lambda drops: drops["auto"].update(age="old"), r"drops\.auto\.age='old': must be an integer >= 0"),
+        (lambda drops: drops["auto"].update(frozen=1), r"drops\.auto\.frozen=1: must be true or false"),
+        (
+            lambda drops: drops["variance"].update(calls=True),
+            r"drops\.variance\.calls=True: must be an integer",
+        ),
+        (
+            lambda drops: drops["variance"].update(factor=None),
+            r"drops\.variance\.factor=None: must be a number",
+        ),
+        (lambda drops: drops.update(auto=[1]), r"drops\.auto=\[1\]: must be a table"),
+    ],
+)
+def test_a_malformed_state_is_refused_by_its_key_and_changes_nothing(
+    damage: Callable[[Any], Any], message: str
+) -> None:
+    controller = Controller(config=pruning(**GOVERNED), experts=4, layer=3, clock=StepClock(), ranks=1)
+    before = controller.state_dict()
+    other = {**copy.deepcopy(before), "step": 7, "calls": 9, "score_sums": [[1.0] * COLUMNS] * 4}
+    other["drops"]["variance"]["debt"] = 5.0
+    damage(other["drops"])
+    with pytest.raises(ConfigError, match=message):
+        controller.load_state_dict(other)
+    assert controller.state_dict() == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("calls", "many"), ("step", -1), ("calls_in_step", 1.5)])
+def test_a_malformed_count_is_refused_and_changes_nothing(name: str, value: object) -> None:
+    controller = Controller(config=pruning(**GOVERNED), experts=4, layer=0, clock=StepClock(), ranks=1)
+    before = controller.state_dict()
+    with pytest.raises(ConfigError, match=f"{name}={value!r}: must be an integer >= 0"):
+        controller.load_state_dict({**before, "score_sums": [[1.0] * COLUMNS] * 4, name: value})
+    assert controller.state_dict() == before
+
+
+def test_a_state_without_one_of_the_parts_begins_that_part_anew() -> None:
+    told = DropControl(pruning(max_added_variance=0.1))
+    told.variance.debt = 0.25
+    both = DropControl(pruning(**GOVERNED))
+    both.load(told.state())
+    assert both.variance.debt == 0.25
+    assert both.auto.state() == DropControl(pruning(drop="auto")).auto.state()

@@ -182,8 +182,8 @@ class Controller:
         A state of an earlier version has mean scores only (`score_mean`); what it lacks begins anew.
 
         Raises:
-            ConfigError: a field is missing, or the state belongs to a layer with another number of local experts;
-                nothing is changed then.
+            ConfigError: a field is missing or of another type, or the state belongs to a layer with another number of
+                local experts; nothing is changed then.
         """
         known = (
             "step",
@@ -194,10 +194,18 @@ class Controller:
         missing = [name for name in known if name not in state]
         if missing:
             raise ConfigError(f"state of layer {self.layer} lacks {', '.join(missing)}")
+        drops = state.get("drops", {})
         try:
+            counts = [_count(name, state[name]) for name in ("step", "calls_in_step", "calls")]
+            self.drops.checked(drops)
             self.learned.load(state)
         except ConfigError as error:
-            raise ConfigError(f"layer {self.layer}: {error}") from error
-        self.drops.load(state.get("drops", {}))
-        self._step, self._calls_in_step = int(state["step"]), int(state["calls_in_step"])
-        self._calls = int(state["calls"])
+            raise ConfigError(f"state of layer {self.layer}: {error}") from error
+        self.drops.load(drops)
+        self._step, self._calls_in_step, self._calls = counts
+
+
+def _count(name: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ConfigError(f"{name}={value!r}: must be an integer >= 0")
+    return value

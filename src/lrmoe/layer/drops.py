@@ -7,11 +7,12 @@ Shape letters: R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
+from lrmoe.errors import ConfigError
 from lrmoe.planning import LayerPlan
 from lrmoe.planning.auto import RECOMPUTE_RATIO, STASH_RATIO, AutoDrop, grid
 from lrmoe.planning.problem import FloatArray
@@ -149,8 +150,28 @@ class DropControl:
         parts = {"variance": self.variance, "auto": self.auto}
         return {name: part.state() for name, part in parts.items() if part is not None}
 
+    def checked(self, state: Any) -> dict[str, dict[str, Any]]:
+        """What `load` takes from a state, by part; changes nothing.
+
+        Raises:
+            ConfigError: a part is not what `state` gives; names the field.
+        """
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"drops={state!r}: must be a table")
+        parts = {"variance": self.variance, "auto": self.auto}
+        return {
+            name: part.checked(state[name], f"drops.{name}")
+            for name, part in parts.items()
+            if part is not None and name in state
+        }
+
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` gave; what it lacks (another configuration, an older version) begins anew."""
+        """Restore what `state` gave; what it lacks (another configuration, an older version) begins anew.
+
+        Raises:
+            ConfigError: see `checked`; nothing is changed then.
+        """
+        values = self.checked(state)
         for name, part in (("variance", self.variance), ("auto", self.auto)):
-            if part is not None and name in state:
-                part.load(state[name])
+            if part is not None and name in values:
+                part.load(values[name])

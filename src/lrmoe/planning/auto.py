@@ -18,12 +18,13 @@ training runs at fixed drops (docs/estimators.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lrmoe.errors import InfeasibleError
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import FloatArray
+from lrmoe.planning.restore import checked
 
 NOISE_SHARE = 0.6
 # Backward over forward per row where nothing was timed: 2 and 3 by products alone, less by the exchange of rows, which
@@ -136,11 +137,22 @@ class AutoDrop:
         """JSON-able."""
         return {name: value for name, value in asdict(self).items() if name != "unmeasured"}
 
+    def checked(self, state: Any, where: str = "auto") -> dict[str, Any]:
+        """The values of what `state` gave, for `load`; changes nothing.
+
+        Raises:
+            ConfigError: they are not what `state` gives; names the field, below `where`.
+        """
+        return checked(self, state, but="unmeasured", where=where)
+
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` gave."""
-        for item in fields(self):
-            if item.name != "unmeasured":
-                setattr(self, item.name, type(getattr(self, item.name))(state[item.name]))
+        """Restore what `state` gave.
+
+        Raises:
+            ConfigError: see `checked`; nothing is changed then.
+        """
+        for name, value in self.checked(state).items():
+            setattr(self, name, value)
 
 
 def grid(most: float) -> list[float]:

@@ -12,13 +12,14 @@ Shape letters: E experts, B bins.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import FloatArray, IntArray
+from lrmoe.planning.restore import checked
 from lrmoe.planning.score_bins import ScoreHistory
 
 _WINDOW = 50  # calls over which the mean is kept
@@ -114,11 +115,22 @@ class VarianceLimit:
         """JSON-able, without the limit, which the configuration sets."""
         return {name: value for name, value in asdict(self).items() if name != "limit"}
 
+    def checked(self, state: Any, where: str = "variance") -> dict[str, Any]:
+        """The values of what `state` gave, for `load`; changes nothing.
+
+        Raises:
+            ConfigError: they are not what `state` gives; names the field, below `where`.
+        """
+        return checked(self, state, but="limit", where=where)
+
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` gave."""
-        for item in fields(self):
-            if item.name != "limit":
-                setattr(self, item.name, type(getattr(self, item.name))(state[item.name]))
+        """Restore what `state` gave.
+
+        Raises:
+            ConfigError: see `checked`; nothing is changed then.
+        """
+        for name, value in self.checked(state).items():
+            setattr(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
