@@ -295,7 +295,7 @@ def figures(
     return [
         figure("budget.cases", len(calls), "calls", "higher", **context),
         figure("budget.exceeded", exceeded, "calls", "lower", **context),
-        figure("budget.prediction_error_max", round(error, 5), "fraction", "lower", **context),
+        figure("budget.prediction_error_max", round(error, 5), "share", "lower", **context),
         figure("budget.profiler_over_tracked", round(ratio, 5), "ratio", "lower", **context),
     ]
 

@@ -151,7 +151,7 @@ def figures(cases: Sequence[Kept], context: dict[str, Any]) -> list[dict[str, An
         name = f"fidelity.limit{case.limit:g}.ep{case.ranks}"
         rows += [
             figure(f"{name}.worst_over_limit", case.worst, "ratio", "lower", **context),
-            figure(f"{name}.kept_share", case.kept_share, "share", "lower", **context),
+            figure(f"{name}.kept_share", case.kept_share, "share", "higher", **context),
         ]
     return rows
 

@@ -208,7 +208,7 @@ def time_layer(report: Report, shape: Shape, dtype: torch.dtype, device: torch.d
         record = layer.last_record
         assert record is not None
         report.add(
-            f"layer.{NAMES[dtype]}.{name}.kept_share", record.rows_backward_local / record.pairs, "ratio"
+            f"layer.{NAMES[dtype]}.{name}.kept_share", record.rows_backward_local / record.pairs, "share"
         )
     if device.type == "cuda":
         for name in layers:

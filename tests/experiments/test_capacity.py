@@ -458,7 +458,7 @@ class TestCommand:
         done = run("--hardware", "rtx4090", "--model", "Qwen3-235B-A22B")
         assert done.code == 3
         assert done.err.startswith("error: does not fit: device on rank ")
-        assert "available 21.6 GiB" in done.err
+        assert "available 21.60 GiB" in done.err
         assert "What would fit:" in done.out
 
     def test_a_calibration_labels_its_phases(self, run: Run) -> None:

@@ -146,7 +146,7 @@ def test_figures_of_the_summary(finished: tuple[Path, int]) -> None:
     ours, base = (summary["systems"][name]["moe_time_critical_s"] for name in ("lrmoe", "megatron"))
     assert found["compare.lrmoe.time_critical_over_megatron"]["value"] == pytest.approx(ours / base)
     assert "compare.megatron.time_critical_over_megatron" not in found
-    assert found["compare.lrmoe.wire_bytes"]["unit"] == "B"
+    assert found["compare.lrmoe.wire_bytes"]["unit"] == "bytes"
     for item in found.values():
         assert set(item) == {"name", "value", "unit", "better", "context"}
         assert {"command", "seed", "versions", "hardware", "date"} <= set(item["context"])

@@ -36,7 +36,7 @@ def test_json_lines_and_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.keys() == {"name", "value", "unit", "better", "context"} for line in lines.values())
     peak = lines["simulate.R4E16.megatron.forward_peak"]
     assert peak["value"] > 2
-    assert (peak["unit"], peak["better"]) == ("peak/mean", "lower")
+    assert (peak["unit"], peak["better"]) == ("mean loads", "lower")
     assert peak["context"]["generator"] == "hot_rank"
     assert lines["simulate.R4E16.lrmoe.kept_share"]["value"] == pytest.approx(0.8, abs=1e-3)
     assert lines["simulate.R4E16.megatron.effective_throughput_20x"]["value"] == pytest.approx(0.4)

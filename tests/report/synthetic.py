@@ -234,8 +234,8 @@ def plan_lines(path: Path) -> Path:
         "ms": {"forward": {"experts": 2.0, "dispatch": 1.0}, "backward": {"experts_backward": 3.0, "return": 0.5}},
     }  # fmt: skip
     figures: list[dict[str, Any]] = [
-        {"name": "plan.tiny.h100.gpus2.fits", "value": 1, "unit": "1 = yes", "better": "higher"},
-        {"name": "plan.tiny.h100.gpus2.call_bytes", "value": 12 * MIB, "unit": "B", "better": "lower"},
+        {"name": "plan.tiny.h100.gpus2.fits", "value": 1, "unit": "boolean", "better": "higher"},
+        {"name": "plan.tiny.h100.gpus2.call_bytes", "value": 12 * MIB, "unit": "bytes", "better": "lower"},
         {"name": "plan.tiny.h100.gpus2.forward_peak", "value": 1.27, "unit": "mean loads", "better": "lower"},
     ]
     figures[0]["context"] = {"command": "lrmoe plan", "report": report}
@@ -247,7 +247,8 @@ def headline_lines(folder: Path, values: tuple[float, ...] = (0.51, 0.49)) -> Pa
     """What `make headline` leaves: figures of one system in two cases, and one of an ablation."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [
-        f"headline.qwen3-moe-tiny.memorise.{aux}.lrmoe-sampled50.time_to_loss_over_symi" for aux in (0, 0.001)
+        f"headline.qwen3-moe-tiny.memorise.aux{aux}.lrmoe-sampled50.time_to_loss_over_symi"
+        for aux in (0, 0.001)
     ]
     lines = [
         {

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
+from lrmoe.experiments import replay_command, simulation
 from lrmoe.experiments.ablate_rows import figures_of
+from lrmoe.experiments.figures import QUANTITIES
 from lrmoe.experiments.figures import figures as compare_figures
 from lrmoe.experiments.simulation import figures as simulate_figures
 from lrmoe.report import sections, tables
-from lrmoe.report.figures import figures
+from lrmoe.report.figures import ABLATE, COMPARE, REPLAY, SIMULATE, figures
 from lrmoe.report.load import load_run
+from lrmoe.report.matrix_figures import TARGET_QUANTITIES
 from lrmoe.simulate.run import Settings, run
+from lrmoe.training.figures import FIGURES as TRAIN
 from lrmoe.training.figures import figures as train_figures
 from tests.experiments.test_ablate import GOOD
 from tests.experiments.test_ablate import summary as ablate_summary
@@ -95,3 +99,28 @@ def test_a_sweep_and_its_csv(tmp_path: Path) -> None:
         assert cells[3] == tables.size(float(row["device_bytes"]))
         assert cells[6] == tables.number(float(row["layer_ms"]), 4)
     assert [value for value, _, _ in _values(figures(loaded)).values()] == [2, 0]
+
+
+def test_a_quantity_has_one_unit_and_one_better_direction_in_every_command() -> None:
+    of_targets = {name: (unit, better) for name, _, unit, better in TARGET_QUANTITIES}
+    replays = {**replay_command.QUANTITIES, **replay_command.RATIOS}
+    mappings = (
+        COMPARE,
+        SIMULATE,
+        REPLAY,
+        ABLATE,
+        TRAIN,
+        QUANTITIES,
+        simulation.QUANTITIES,
+        replays,
+        of_targets,
+    )
+    found: dict[str, set[tuple[str, str]]] = {}
+    for mapping in mappings:
+        for name, unit in mapping.items():
+            found.setdefault(name, set()).add(unit)
+    differ = {name: units for name, units in found.items() if len(units) > 1}
+    assert differ == {}
+    assert found["kept_share"] == {("share", "higher")}
+    units = {unit for known in found.values() for unit, _ in known}
+    assert not units & {"B", "fraction", "nats/token", "peak/mean"}, "words that were replaced"

@@ -51,14 +51,14 @@ def test_headline_figures_keep_dots_in_their_case(tmp_path: Path) -> None:
     run = load_run(headline_lines(tmp_path / "headline"))
     shown = sections.section(run, "run0")
     assert shown.headline.rows[1] == (
-        "qwen3-moe-tiny.memorise.0.001",
+        "qwen3-moe-tiny, memorise, aux 0.001",
         "lrmoe-sampled50",
-        "0.49 +- 0.012",
+        "0.490 +- 0.012",
     )
     assert "0.49 to 0.51 of SYMI" in shown.verdict
     (plot,) = shown.plots
     assert plot.traces[0]["x"] == [0.51, 0.49]
-    assert shown.further[0].rows == [("memorise.lrm.topk", "drop0.3", "0.004")]
+    assert shown.further[0].rows == [("memorise.lrm.topk", "drop0.3", "0.004000")]
 
 
 @pytest.mark.parametrize("made", [replay_run, headline_lines])

@@ -98,9 +98,9 @@ def test_ratios_are_taken_per_seed_before_they_are_averaged(run: Run) -> None:
     mean, half = (5 / 8 + 3 / 9) / 2, abs(5 / 8 - 3 / 9) / 2
     assert table.rows[0] == (
         "qwen, loss 0.1",
-        "1.29 +- 0.042 (11 s)",
-        "8.5 s +- 5.9%",
-        f"{mean:.3g} +- {half:.2g} (4 s)",
+        "1.292 +- 0.042 (11.00 s)",
+        "8.500 s +- 5.9%",
+        f"{mean:.2f} +- {half:.2f} (4.000 s)",
     )
     assert "against symi" in table.title
     assert "The same for all: memorise, aux 0." in table.note
@@ -155,7 +155,7 @@ def test_what_did_not_arrive_is_said_everywhere(tmp_path: Path) -> None:
     run = loaded(tmp_path, summary(rows, cells_finished=2, cells_asked=3))
     cell = {found[0]: found[1] for found in matrix.headline(run).rows}
     assert cell["megatron"] == "not reached"
-    assert cell["Mine"] == "0.625 (5 s), 1 of 2 seeds", "one pair has no standard error"
+    assert cell["Mine"] == "0.625 (5.000 s), 1 of 2 seeds", "one pair has no standard error"
     assert "2 of 3 cells are finished." in matrix.verdict(run)
     assert "3 of 6 runs did not arrive." in matrix.verdict(run)
     assert "megatron" not in {trace["name"] for plot in matrix_plots.plots(run) for trace in plot.traces}
@@ -166,8 +166,8 @@ def test_without_a_system_to_compare_with_and_without_a_target_times_stand_alone
     run = loaded(tmp_path, summary(rows, against=None))
     table = matrix.headline(run)
     assert table.title == "MoE-layer time on the critical path of 300 steps"
-    assert table.rows[2] == ("Mine", "4 s +- 25%")
-    assert "Mine was fastest, 4 +- 1 s" in matrix.verdict(run)
+    assert table.rows[2] == ("Mine", "4.000 s +- 25%")
+    assert "Mine was fastest, 4.0 +- 1.0 s" in matrix.verdict(run)
     bars, scatter = matrix_plots.plots(run)
     assert [trace["y"] for trace in bars.traces] == [[11.0], [8.5], [4.0]]
     assert scatter.traces[2]["x"] == [120, 121]
@@ -187,7 +187,7 @@ def test_plots_hold_the_ratios_with_their_errors_and_every_seed(run: Run) -> Non
 
 def test_the_page_shows_them(run: Run) -> None:
     page = html.render([run])
-    for text in ("Time to loss", "Steps against time", "Every seed", "0.479 +- 0.15", "Fairness"):
+    for text in ("Time to loss", "Steps against time", "Every seed", "0.48 +- 0.15", "Fairness"):
         assert text in page
     assert "lrmoe compare" in page
     assert "lrmoe matrix" not in page, "no command is called so"

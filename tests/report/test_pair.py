@@ -42,7 +42,7 @@ def test_one_table_has_both_columns_and_the_ratio(tmp_path: Path) -> None:
     assert table.columns == ("", "exact", "pruned", "second / first")
     rows = {row[0]: row[1:] for row in table.rows}
     assert rows["steps"] == ("30", "24", "0.800")
-    assert rows["MoE-layer time, wall"] == ("3 s", "2.4 s", "0.800")
+    assert rows["MoE-layer time, wall"] == ("3.000 s", "2.400 s", "0.800")
     assert rows["pairs kept in backward"] == ("100.0%", "70.0%", "0.700")
     assert rows["steps skipped, gradient not finite"] == ("0", "0", "-"), "nothing over nothing is no ratio"
 

@@ -51,7 +51,7 @@ def test_words_and_figures_agree(loaded: Run, summary: dict[str, Any]) -> None:
     assert f"{systems['megatron']['forward_peak']:.4g} in both" in text
     balance = simulation.balance(summary["scenarios"][0])
     row = dict(zip(balance.columns, balance.rows[0], strict=True))
-    assert (row["system"], row["kept"], row["at 20x"]) == ("megatron", "100%", "40%")
+    assert (row["system"], row["kept"], row["at 20x"]) == ("megatron", "100.0%", "40.0%")
 
 
 def test_calls_that_do_not_fit_are_said(summary: dict[str, Any], tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_words_name_the_calls(summary: dict[str, Any], tmp_path: Path) -> None:
 def test_a_comparison_with_the_published_figures_is_shown(summary: dict[str, Any], tmp_path: Path) -> None:
     line = {"quantity": "peak", "published": 2.0, "simulated": 1.0, "ratio": 0.5, "what": "said so"}
     loaded = load_run(write(tmp_path / "sim", {**summary, "comparison": [line]}))
-    assert simulation.tables(loaded)[-1].rows == [("peak", "2", "1", "0.5")]
+    assert simulation.tables(loaded)[-1].rows == [("peak", "2.000", "1.000", "0.500")]
 
 
 @pytest.mark.parametrize(

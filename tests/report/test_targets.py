@@ -48,8 +48,8 @@ def test_every_system_has_a_row_for_each_loss() -> None:
         ("lrmoe", "2", "1"),
         ("lrmoe", "1", "not reached"),
     ]
-    assert table.rows[4][3] == "1 s (-50.0%)"
-    assert table.rows[2][3] == "2 s"
+    assert table.rows[4][3] == "1.000 s (-50.0%)"
+    assert table.rows[2][3] == "2.000 s"
     assert "against symi" in table.note
 
 

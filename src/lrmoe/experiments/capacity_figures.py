@@ -25,9 +25,11 @@ def figures(answer: Answer, largest: int, advice: Sequence[Advice]) -> list[dict
     sizes = {f"bytes.{part}": fullest.get(part, 0) for part in PARTS}
     sizes |= {"bytes.reserved": answer.reserved_bytes, "bytes.device": answer.device_need}
     sizes |= {"call_bytes": answer.call_need}
-    lines = [figure(f"{case}.fits", int(answer.fits), "1 = yes", "higher", report=as_dict(answer, advice))]
+    lines = [figure(f"{case}.fits", int(answer.fits), "boolean", "higher", report=as_dict(answer, advice))]
     lines.append(figure(f"{case}.largest_micro_batch", largest, "sequences", "higher", kind=MODELLED))
-    lines += [figure(f"{case}.{name}", value, "B", "lower", kind=MODELLED) for name, value in sizes.items()]
+    lines += [
+        figure(f"{case}.{name}", value, "bytes", "lower", kind=MODELLED) for name, value in sizes.items()
+    ]
     peaks = {
         "fixed_peak": answer.fixed_peak,
         "forward_peak": answer.forward_peak,

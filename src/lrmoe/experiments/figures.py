@@ -16,8 +16,8 @@ from lrmoe.telemetry.figures import figure
 # name in the summary -> unit, which way is better: those of the headline table, and what pruning left out
 QUANTITIES: Mapping[str, tuple[str, str]] = {
     **COMPARE,
-    "dropped_energy": ("fraction", "lower"),
-    "added_variance": ("fraction", "lower"),
+    "dropped_energy": ("share", "lower"),
+    "added_variance": ("share", "lower"),
 }
 RATIOS = (
     ("time_critical", "moe_time_critical_s"),

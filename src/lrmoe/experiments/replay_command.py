@@ -25,15 +25,15 @@ from lrmoe.simulate.summary import BASELINE
 from lrmoe.telemetry.figures import environment, figure
 
 _OWN = ("summary.json", "report.html")
-_MS, _BYTES, _RATIO, _SHARE = ("ms", "lower"), ("B", "lower"), ("ratio", "higher"), ("fraction", "higher")
+_MS, _BYTES, _RATIO, _SHARE = ("ms", "lower"), ("bytes", "lower"), ("ratio", "higher"), ("share", "higher")
 
 # figure of a system -> unit, which way is better
 QUANTITIES: Mapping[str, tuple[str, str]] = {
-    "forward_peak": ("peak/mean", "lower"),
-    "backward_peak": ("peak/mean", "lower"),
+    "forward_peak": ("mean loads", "lower"),
+    "backward_peak": ("mean loads", "lower"),
     "kept_share": _SHARE,
-    "moved_share": ("fraction", "lower"),
-    "energy_dropped": ("fraction", "lower"),
+    "moved_share": ("share", "lower"),
+    "energy_dropped": ("share", "lower"),
     "forward_ms": _MS,
     "backward_ms": _MS,
     "layer_ms": _MS,

@@ -34,20 +34,20 @@ _FIXED_BY_PRESET = (
 
 # figure of a system's summary -> unit, which way is better
 QUANTITIES: Mapping[str, tuple[str, str]] = {
-    "forward_peak": ("peak/mean", "lower"),
-    "forward_peak_worst": ("peak/mean", "lower"),
-    "backward_peak": ("peak/mean", "lower"),
-    "backward_peak_worst": ("peak/mean", "lower"),
-    "peak": ("peak/mean", "lower"),
-    "kept_share": ("fraction", "higher"),
-    "overflow_share": ("fraction", "lower"),
+    "forward_peak": ("mean loads", "lower"),
+    "forward_peak_worst": ("mean loads", "lower"),
+    "backward_peak": ("mean loads", "lower"),
+    "backward_peak_worst": ("mean loads", "lower"),
+    "peak": ("mean loads", "lower"),
+    "kept_share": ("share", "higher"),
+    "overflow_share": ("share", "lower"),
     "replicas": ("copies", "lower"),
     "extra_slots": ("slots", "lower"),
-    "forward_subtotal": ("B", "lower"),
-    "backward_subtotal": ("B", "lower"),
-    "local_share": ("fraction", "higher"),
-    "row_traffic": ("B", "lower"),
-    "weight_traffic": ("B", "lower"),
+    "forward_subtotal": ("bytes", "lower"),
+    "backward_subtotal": ("bytes", "lower"),
+    "local_share": ("share", "higher"),
+    "row_traffic": ("bytes", "lower"),
+    "weight_traffic": ("bytes", "lower"),
     "plan_ms": ("ms", "lower"),
     "forward_ms": ("ms", "lower"),
     "backward_ms": ("ms", "lower"),
@@ -59,7 +59,7 @@ CHUNKS: Mapping[str, tuple[str, str]] = {  # where any system has more than 1
 }
 _PUBLISHED_UNITS = {
     "speedup": ("ratio", "higher"),
-    "peak": ("peak/mean", "lower"),
+    "peak": ("mean loads", "lower"),
     "over": ("ratio", "lower"),
 }
 
@@ -269,7 +269,7 @@ def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                     yield figure(f"{where}.{system}.{quantity}", found[quantity], unit, better, **context)
             for pressure, value in found.get("throughput", {}).items():
                 name = f"{where}.{system}.effective_throughput_{pressure}x"
-                yield figure(name, value, "fraction", "higher", **context)
+                yield figure(name, value, "share", "higher", **context)
     for quantity, value in summary.get("published", {}).items():
         unit, better = _published_unit(quantity)
         yield figure(f"published.{quantity}", value, unit, better, **context, **_account(summary, quantity))
@@ -279,7 +279,7 @@ def _published_unit(quantity: str) -> tuple[str, str]:
     for part, found in _PUBLISHED_UNITS.items():
         if part in quantity.split(".")[0].split("_"):
             return found
-    return "fraction", "higher"
+    return "share", "higher"
 
 
 def _account(summary: Mapping[str, Any], quantity: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lrmoe.report.data import Run
 from lrmoe.report.plot import Plot, label, line
-from lrmoe.report.tables import Table, number, percent
+from lrmoe.report.tables import Table, even, percent
 
 Row = Mapping[str, Any]
 _SERIES = 8  # colours there are
@@ -109,7 +109,7 @@ def _regime_row(row: Row, timed: bool) -> tuple[str, ...]:
         row["label"],
         percent(row["drop"], 0),
         str(len(row["seeds"])),
-        number(row["loss"], 4),
+        even(row["loss"], 4),
         _cell(row, "dloss", _signed),
         percent(row["dropped_energy"], 2),
         percent(row["added_variance"], 1) if row["estimator"] == "sampled" else "-",
@@ -123,8 +123,9 @@ def _regime_row(row: Row, timed: bool) -> tuple[str, ...]:
 
 
 def _gaps(run: Run) -> Table:
+    names = {row["name"]: _called(row) for row in run.summary["rows"]}
     rows = [
-        (gap["regime"], gap["better"], gap["worse"], _gap(gap), "yes" if gap["resolved"] else "no")
+        (gap["regime"], *(names.get(gap[side], gap[side]) for side in ("better", "worse")), *_gap(gap))
         for gap in run.summary["between"]
     ]
     return Table(
@@ -136,8 +137,8 @@ def _gaps(run: Run) -> Table:
     )
 
 
-def _gap(gap: Row) -> str:
-    return _signed(gap["gap"], gap["gap_se"], sign="")
+def _gap(gap: Row) -> tuple[str, str]:
+    return _signed(gap["gap"], gap["gap_se"], sign=""), "yes" if gap["resolved"] else "no"
 
 
 def plots(run: Run) -> list[Plot]:
@@ -151,6 +152,7 @@ def _plot(run: Run, regime: str) -> Plot | None:
     if not rows:
         return None
     drops = sorted({row["drop"] for row in rows})
+    names = list(dict.fromkeys(row["label"] for row in rows))
     traces = [
         _trace([row for row in rows if row["drop"] == drop], drop, f"var(--series-{i % _SERIES + 1})")
         for i, drop in enumerate(drops)
@@ -165,11 +167,17 @@ def _plot(run: Run, regime: str) -> Plot | None:
         + "; ".join(f"{name}: {value}" for name, value, _ in cells),
         traces=traces,
         layout={
-            "yaxis": {"title": label("loss, nats/token"), "exponentformat": "none"},
-            "shapes": [line(0.0)],
+            "scattermode": "group",
+            "xaxis": {"title": "loss, nats", "exponentformat": "none"},
+            "yaxis": {
+                "autorange": "reversed",
+                "categoryorder": "array",
+                "categoryarray": [label(name) for name in names],
+            },
+            "shapes": [{**line(0.0), "xref": "x", "yref": "paper", "x0": 0, "x1": 0, "y0": 0, "y1": 1}],
         },
         table=Table(title=f"Loss by rule, {regime}", columns=("rule", "loss", "standard error"), rows=cells),
-        height=420,
+        height=130 + 34 * len(names) + (16 * len(names) if len(drops) > 1 else 0),
     )
 
 
@@ -179,9 +187,11 @@ def _trace(rows: Sequence[Row], drop: float, colour: str) -> dict[str, Any]:
         "type": "scatter",
         "mode": "markers",
         "name": f"{drop:.0%} dropped",
-        "x": [label(row["label"]) for row in rows],
-        "y": [row["dloss"] for row in rows],
-        "error_y": {"type": "data", "array": errors},
+        "orientation": "h",
+        "offsetgroup": f"{drop:g}",
+        "x": [row["dloss"] for row in rows],
+        "y": [label(row["label"]) for row in rows],
+        "error_x": {"type": "data", "array": errors},
         "marker": {"color": colour, "size": 10},
     }
 

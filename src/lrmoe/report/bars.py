@@ -7,7 +7,7 @@ from typing import Any
 
 from lrmoe.report.data import LayerRows, Run, SystemRun
 from lrmoe.report.plot import Plot, label, line
-from lrmoe.report.tables import Table, critical_path, number
+from lrmoe.report.tables import Table, even, number, seconds, size
 
 # Phases of a layer call, grouped for the eye; the table behind the plot shows each.
 PHASE_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -20,6 +20,7 @@ PHASE_GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 
 _PANELS = 4  # systems with a panel each
+_NAMED = 4  # systems in one sentence
 _SIDES: Mapping[str, str] = {"forward": "forward_R", "backward": "backward_R"}
 _TITLE = "Load per rank, forward and backward"
 _WHICH = "Mean rows of a step per rank and layer, over the steps with a pruned backward."
@@ -203,17 +204,19 @@ def phases(run: Run) -> Plot | None:
 def _phase_caption(run: Run) -> str:
     text = "Forward and backward of one MoE layer call, mean over the run: per phase the slowest rank."
     walls = [
-        f"{system.name} {number(wall)} s"
+        f"{system.name} {seconds(wall)}"
         for system in run.systems
         if (wall := system.number("moe_time_wall_s"))
     ]
     if run.kind != "compare" and not run.summary.get("link_bytes_per_s"):
         return text
-    return f"{text} {critical_path(run)} Wall, whole run: {', '.join(walls)}."
+    link = run.summary.get("link_bytes_per_s")
+    text += f" Bytes over a modelled link of {size(link)}/s." if link else ""
+    return text if len(walls) > _NAMED else f"{text} Wall, whole run: {', '.join(walls)}."
 
 
 def _phase_table(systems: Sequence[SystemRun]) -> Table:
     names = {name: None for system in systems for name in system.phase_ms}
-    rows = [(name, *(number(system.phase_ms.get(name)) for system in systems)) for name in names]
-    rows.append(("all", *(number(sum(system.phase_ms.values()), 4) for system in systems)))
+    rows = [(name, *(even(system.phase_ms.get(name)) for system in systems)) for name in names]
+    rows.append(("all", *(even(sum(system.phase_ms.values()), 4) for system in systems)))
     return Table(title="Phases, ms per layer call", columns=("phase", *(s.name for s in systems)), rows=rows)

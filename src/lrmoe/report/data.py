@@ -27,6 +27,8 @@ class Series:
         added_variance: by sampling, over the scores' energy; None where nothing was scored.
         variance_mean, variance_predicted: running mean of what calls added over the gradient's own variance, worst
             layer, and what the quotas were predicted to add; None where no limit governed the step.
+        check_cosine, check_error, check_layer: the pruned gradient of a layer against the exact one: cosine, relative
+            error, and which layer; None at steps without a check.
         forward_peak, backward_peak: rows of the most loaded rank over the mean load, worst layer; empty where
             unknown.
     """
@@ -43,6 +45,9 @@ class Series:
     added_variance: tuple[float | None, ...] = ()
     variance_mean: tuple[float | None, ...] = ()
     variance_predicted: tuple[float | None, ...] = ()
+    check_cosine: tuple[float | None, ...] = ()
+    check_error: tuple[float | None, ...] = ()
+    check_layer: tuple[int | None, ...] = ()
     forward_peak: tuple[float, ...] = ()
     backward_peak: tuple[float, ...] = ()
 

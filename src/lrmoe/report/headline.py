@@ -15,11 +15,12 @@ from lrmoe.report import bars
 from lrmoe.report.data import Run, SystemRun
 from lrmoe.report.names import readable, styles
 from lrmoe.report.plot import Plot, label, line
-from lrmoe.report.tables import Table, number, percent, seconds
+from lrmoe.report.tables import Table, even, number, percent, seconds, with_error
 
 _Line = Mapping[str, Any]
 _PARTS = re.compile(r"(?P<case>.+?)\.(?P<who>drop\d+(?:\.\d+)?|[^.]+\.stash|[^.]+)\.(?P<quantity>[^.]+)")
 _STASH = ".stash"
+_CASE = re.compile(r"(?P<model>.+)\.(?P<regime>[^.]+)\.aux(?P<aux>\d.*)")
 _METHOD = (
     "Trajectories are trained once; layer times come from executing their recorded calls, systems interleaved, over a "
     "modelled link that is the same for all."
@@ -28,6 +29,7 @@ TITLES = {
     "time_to_loss_over_symi": "time to loss / symi",
     "time_to_loss_over_ultraep": "time to loss / ultraep",
     "layer_time_over_balanced": "layer time / balanced",
+    "time_to_loss_over_megatron": "time to loss / megatron",
     "least_time_over_symi": "least time / symi",
     "dloss": "loss difference",
     "dppl": "perplexity difference",
@@ -41,8 +43,14 @@ def _split(run: Run, area: str) -> list[tuple[str, str, str, _Line]]:
         first, _, rest = str(figure["name"]).partition(".")
         parts = _PARTS.fullmatch(rest) if first == area else None
         if parts is not None:
-            found.append((parts["case"], parts["who"], parts["quantity"], figure))
+            found.append((_words(parts["case"]), parts["who"], parts["quantity"], figure))
     return found
+
+
+def _words(case: str) -> str:
+    """A case's name for readers: "model.regime.aux0.001" as "model, regime, aux 0.001"; a rule stays as it is."""
+    parts = _CASE.fullmatch(case)
+    return case if parts is None else f"{parts['model']}, {parts['regime']}, aux {parts['aux']}"
 
 
 def systems(run: Run) -> tuple[SystemRun, ...]:
@@ -72,7 +80,9 @@ def _written(figure: _Line | None) -> str:
     if figure is None:
         return "-"
     error = _error(figure)
-    return number(figure["value"], 4) + (f" +- {number(error, 2)}" if error is not None else "")
+    if error is None and figure.get("unit") == "steps":
+        return number(figure["value"], 4)
+    return with_error(figure["value"], error, 4)
 
 
 def _table(title: str, first: str, found: Sequence[tuple[str, str, str, _Line]], note: str) -> Table:
@@ -93,7 +103,7 @@ def _table(title: str, first: str, found: Sequence[tuple[str, str, str, _Line]],
 def tables(run: Run) -> list[Table]:
     """Time to loss over seeds and per seed, then the ablation where the file has it, then whatever else it has."""
     ours, ablation = _split(run, "headline"), _split(run, "ablate")
-    note = "Ratios are ours over the other's: below 1 is better. +-: standard error over seeds."
+    note = "Ratios are the system's over the other's: below 1 is better. +-: standard error over seeds."
     main, stashed = _by_setting(ours)
     made = [_table("Time to loss", "case", main, note)] if main else []
     made += [_table("With stashed activations", "case", stashed, note)] if stashed else []
@@ -127,12 +137,12 @@ def _per_seed(rows: Sequence[Mapping[str, Any]]) -> Table:
             str(row["seed"]),
             row["system"] + (f" ({_STASH[1:]})" if row.get("activations") == _STASH[1:] else ""),
             number(row["steps"]),
-            number(row["layer_ms"], 4),
+            even(row["layer_ms"], 4),
             seconds(row["time_to_loss_s"]),
-            number(row["over"].get("symi")),
-            number(row["over"].get("ultraep")),
-            number(row["over_balanced"]),
-            number(row["dloss"], 2),
+            even(row["over"].get("symi")),
+            even(row["over"].get("ultraep")),
+            even(row["over_balanced"]),
+            even(row["dloss"], 2),
             percent(row["kept_share"]),
         )
         for row in rows
@@ -187,16 +197,14 @@ def _ratio(
             "y": [label(case) for case in cases],
             "x": [values.get((case, system)) for case in cases],
             "marker": {"color": drawn[system][0]},
-            "error_x": {
-                "array": [errors.get((case, system)) for case in cases],
-                "color": "var(--ink)",
-                "thickness": 1.5,
-            },
+            **_whiskers([errors.get((case, system)) for case in cases]),
         }
         for system in who
     ]
     rows = [(case, system, _written(figure)) for case, system, _, figure in found]
-    caption = "Ours over the other's, with standard errors over seeds: left of the dashed line is better."
+    caption = "The system's over the other's: left of the dashed line is better."
+    if any(error is not None for error in errors.values()):
+        caption += " Whiskers: one standard error over seeds."
     shapes = [{**line(0), "xref": "x", "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1}]
     if published and quantity == "time_to_loss_over_symi":
         least, most = 1 - max(published), 1 - min(published)
@@ -227,6 +235,13 @@ def _ratio(
         table=Table(title=title, columns=("case", "system", "ratio"), rows=rows),
         height=130 + 24 * len(found) + 12 * len(cases),
     )
+
+
+def _whiskers(errors: Sequence[float | None]) -> dict[str, Any]:
+    """Standard errors of bars, where any is known."""
+    if all(error is None for error in errors):
+        return {}
+    return {"error_x": {"type": "data", "array": list(errors), "color": "var(--ink)", "thickness": 1.5}}
 
 
 def verdict(run: Run) -> str:

@@ -18,7 +18,7 @@ from lrmoe.report.matrix_cases import (
     standard_error,
     words,
 )
-from lrmoe.report.tables import Table, fairness, number, percent, plain, seconds, size
+from lrmoe.report.tables import Table, even, fairness, number, percent, plain, seconds, size, with_error
 
 
 def _fine(share: float | None) -> str:
@@ -49,9 +49,19 @@ def tables(run: Run, *, brief: bool = False) -> list[Table]:
     Args:
         brief: times and steps only, for a terminal; the rest is on the page and in rows.csv.
     """
+    first, *given = summary(run, brief=brief)
+    return [first, *parts(run, brief=brief), *given]
+
+
+def summary(run: Run, *, brief: bool = False) -> list[Table]:
+    """The headline, and what the systems were given."""
+    return [headline(run), *_fairness(run, brief)]
+
+
+def parts(run: Run, *, brief: bool = False) -> list[Table]:
+    """Every case, and every seed."""
     shown = _SHOWN[:_BRIEF] if brief else _SHOWN
-    every = [_case_table(run, case, shown) for case in cases(run)]
-    return [headline(run), *every, per_seed(run, shown), *_fairness(run, brief)]
+    return [*(_case_table(run, case, shown) for case in cases(run)), per_seed(run, shown)]
 
 
 def headline(run: Run) -> Table:
@@ -168,10 +178,10 @@ def verdict(run: Run) -> str:
 def _fastest(run: Run, case: Case, system: str) -> str:
     base, names = run.summary["against"], called(run)
     value, error = point(run, case, system) or (0.0, None)
-    spread = "" if error is None else f" +- {number(error, 2)}"
+    took = with_error(value, error)
     if base is None:
-        return f"{case.name}: {names[system]} was fastest, {number(value, 3)}{spread} s."
-    return f"{case.name}: {names[system]} took {number(value, 3)}{spread} of {names[base]}'s MoE-layer time."
+        return f"{case.name}: {names[system]} was fastest, {took} s."
+    return f"{case.name}: {names[system]} took {took} of {names[base]}'s MoE-layer time."
 
 
 def method(run: Run) -> str:
@@ -192,8 +202,7 @@ def _ratio(run: Run, case: Case, system: str, quantity: str) -> str | None:
     found = paired(run, case, system, quantity)
     if found is None:
         return None
-    error = found["standard_error"]
-    return number(found["ratio_mean"], 3) + ("" if error is None else f" +- {number(error, 2)}")
+    return with_error(found["ratio_mean"], found["standard_error"])
 
 
 def _spread(values: Sequence[float | None], write: Callable[[float | None], str]) -> str:
@@ -203,4 +212,4 @@ def _spread(values: Sequence[float | None], write: Callable[[float | None], str]
     text = write(middle)
     if not middle or not error or write in (percent, _fine):
         return text
-    return f"{text} +- {number(100 * error / middle, 2)}%"
+    return f"{text} +- {even(100 * error / middle, 2)}%"

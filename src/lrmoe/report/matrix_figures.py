@@ -14,11 +14,11 @@ TARGET_QUANTITIES = (
     ("critical_s", "time_to_loss", "s", "lower"),
     ("wall_s", "wall_to_loss", "s", "lower"),
     ("steps", "steps_to_loss", "steps", "lower"),
-    ("wire_bytes", "wire_bytes", "B", "lower"),
-    ("buffer_peak_bytes", "buffer_peak_bytes", "B", "lower"),
-    ("kept_share", "kept_share", "fraction", "higher"),
-    ("dropped_energy", "dropped_energy", "fraction", "lower"),
-    ("added_variance", "added_variance", "fraction", "lower"),
+    ("wire_bytes", "wire_bytes", "bytes", "lower"),
+    ("buffer_peak_bytes", "buffer_peak_bytes", "bytes", "lower"),
+    ("kept_share", "kept_share", "share", "higher"),
+    ("dropped_energy", "dropped_energy", "share", "lower"),
+    ("added_variance", "added_variance", "share", "lower"),
 )
 TARGET_RATIOS = {"time_to_loss", "wall_to_loss", "steps_to_loss", "wire_bytes", "buffer_peak_bytes"}
 _NAMES = {quantity: name for quantity, name, _, _ in TARGET_QUANTITIES}
@@ -38,7 +38,7 @@ def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         name = case_name(rows[0], summary["max_steps"])
         arrived = [row for row in rows if row["reached"]]
         context = {**summary["context"], **shared, "seeds": [row["seed"] for row in rows]}
-        yield figure(f"{name}.reached", len(arrived) / len(rows), "fraction", "higher", **context)
+        yield figure(f"{name}.reached", len(arrived) / len(rows), "share", "higher", **context)
         context["seeds"] = [row["seed"] for row in arrived]
         for quantity, short, unit, better in TARGET_QUANTITIES:
             values = [row[quantity] for row in arrived if row[quantity] is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,10 @@ from lrmoe.report.plot import Plot, label
 from lrmoe.report.tables import Table, number, percent, size
 
 _Row = Mapping[str, str]
+_WRITTEN: Mapping[str, Callable[[float], str]] = {
+    "bytes": size,
+    "boolean": lambda value: "yes" if value else "no",
+}
 _ON_THE_LINK = ("dispatch", "combine", "exchange", "return")
 _TOLD = 5  # cases that do not fit, with their reasons
 
@@ -64,7 +68,7 @@ def plots(run: Run) -> list[Plot]:
 
 def _figures(run: Run) -> Table:
     rows = [
-        (_called(figure), _value(figure), "" if figure["unit"] == "B" else str(figure["unit"]))
+        (_called(figure), _value(figure), "" if figure["unit"] in _WRITTEN else str(figure["unit"]))
         for figure in run.summary["figures"]
         if ".bytes." not in figure["name"]
     ]
@@ -81,7 +85,8 @@ def _called(figure: Mapping[str, Any]) -> str:
 
 
 def _value(figure: Mapping[str, Any]) -> str:
-    return size(figure["value"]) if figure["unit"] == "B" else number(figure["value"], 4)
+    write = _WRITTEN.get(figure["unit"])
+    return number(figure["value"], 4) if write is None else write(figure["value"])
 
 
 def _memory(run: Run) -> Table:

@@ -11,7 +11,7 @@ from lrmoe.report import bars
 from lrmoe.report.data import Memory, Run
 from lrmoe.report.memory import stack
 from lrmoe.report.plot import Plot, label, line
-from lrmoe.report.tables import Table, number, percent, size
+from lrmoe.report.tables import Table, even, number, percent, size
 
 TITLES = {"drop0.5": "lrmoe, drop 0.5"}
 
@@ -32,13 +32,13 @@ def times(run: Run) -> Table:
     rows = [
         (
             title(name),
-            number(f["forward_peak"], 4),
-            number(f["backward_peak"], 4),
+            even(f["forward_peak"], 4),
+            even(f["backward_peak"], 4),
             percent(f["kept_share"]),
-            number(f["forward_ms"], 4),
-            number(f["backward_ms"], 4),
-            number(f["backward_speedup"]),
-            number(f["layer_speedup"]),
+            even(f["forward_ms"], 4),
+            even(f["backward_ms"], 4),
+            even(f["backward_speedup"]),
+            even(f["layer_speedup"]),
         )
         for name, f in _systems(run).items()
     ]
@@ -68,14 +68,14 @@ def memory(run: Run) -> Table:
 
 
 def _mib(value: float) -> str:
-    return number(value / 2**20, 4)
+    return even(value / 2**20, 4)
 
 
 def phases(run: Run) -> Table:
     """Milliseconds of every phase of both passes, measured and modelled together."""
     names = [(side, p) for side in ("forward", "backward") for p in PHASES if _any(run, side, p)]
     rows = [
-        (title(name), *(number(_ms(f, side, phase)) for side, phase in names))
+        (title(name), *(even(_ms(f, side, phase)) for side, phase in names))
         for name, f in _systems(run).items()
     ]
     columns = ("system", *(f"{'f' if side == 'forward' else 'b'}: {phase}" for side, phase in names))
@@ -128,7 +128,7 @@ def plots(run: Run) -> list[Plot]:
 def peaks(found: Sequence[tuple[str, float, float]]) -> Plot:
     """Forward and backward peak of every system, side by side."""
     sides = (("forward", 1), ("backward", 2))
-    rows = [(name, number(ahead, 4), number(back, 4)) for name, ahead, back in found]
+    rows = [(name, even(ahead, 4), even(back, 4)) for name, ahead, back in found]
     ends = "; ".join(f"{name} {ahead} forward, {back} backward" for name, ahead, back in rows)
     return Plot(
         name="peak",

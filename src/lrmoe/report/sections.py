@@ -22,6 +22,7 @@ from lrmoe.report import (
     words,
 )
 from lrmoe.report.bars import load, phases
+from lrmoe.report.checks import checks
 from lrmoe.report.curves import energy, kept, limited, peaks, variance
 from lrmoe.report.data import Run
 from lrmoe.report.heat import heat
@@ -31,13 +32,18 @@ from lrmoe.report.plot import Plot
 from lrmoe.report.tables import Table
 from lrmoe.report.targets import targets
 
+MOST_OPEN = 3  # tables of parts that a page shows without being asked
 TRAINED = ("compare", "train")
 _COMMANDS = {"matrix": "compare"}  # kinds that are not called as their command is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One run on the page, or two side by side: the sentence, tiles, plots and tables."""
+    """One run on the page, or two side by side: the sentence, tiles, plots and tables.
+
+    `beside` stands next to the headline where there is room; `folded` are closed until a reader opens them, and so is
+    the whole section where `closed`.
+    """
 
     anchor: str
     kicker: str
@@ -50,17 +56,21 @@ class Section:
     tiles: Sequence[tuple[str, str, str]] = ()
     fairness: Table | None = None
     further: Sequence[Table] = ()
+    beside: Table | None = None
+    folded: Sequence[Table] = ()
+    closed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """How a run that has all its figures in its summary is shown."""
+    """How a run that has all its figures in its summary is shown; `parts` are tables that there may be many of."""
 
     verdict: Callable[[Run], str]
     tables: Callable[[Run], Sequence[Table]]
     plots: Callable[[Run], Sequence[Plot]]
     method: Callable[[Run], str]
     fairness: Callable[[Run], Table] | None = None
+    parts: Callable[[Run], Sequence[Table]] | None = None
 
 
 KINDS: Mapping[str, Kind] = {
@@ -73,7 +83,11 @@ KINDS: Mapping[str, Kind] = {
     ),
     "replay": Kind(verdict=replay.verdict, tables=replay.tables, plots=replay.plots, method=replay.method),
     "matrix": Kind(
-        verdict=matrix.verdict, tables=matrix.tables, plots=matrix_plots.plots, method=matrix.method
+        verdict=matrix.verdict,
+        tables=matrix.summary,
+        parts=matrix.parts,
+        plots=matrix_plots.plots,
+        method=matrix.method,
     ),
     "ablate": Kind(verdict=ablate.verdict, tables=ablate.tables, plots=ablate.plots, method=ablate.method),
     "plan": Kind(verdict=plan.verdict, tables=plan.tables, plots=plan.plots, method=plan.method),
@@ -116,13 +130,16 @@ def section(run: Run, anchor: str) -> Section:
 def _summarised(run: Run, anchor: str) -> Section:
     kind = KINDS[run.kind]
     first, *others = kind.tables(run)
+    parts = kind.parts(run) if kind.parts is not None else []
+    few = len(parts) <= MOST_OPEN
     return Section(
         anchor=anchor,
         kicker=f"lrmoe {_COMMANDS.get(run.kind, run.kind)}",
         title=run.name,
         verdict=kind.verdict(run),
         headline=first,
-        further=others,
+        further=[*(parts if few else ()), *others],
+        folded=() if few else parts,
         plots=kind.plots(run),
         fairness=_fairness(kind, run),
         method=kind.method(run),
@@ -162,7 +179,7 @@ def _several_targets(run: Run) -> bool:
 def plots(run: Run) -> list[Plot]:
     """All plots that a run of systems that were trained has data for, in the page's order."""
     bars = () if run.kind == "pair" else (load,)
-    curves = (kept, energy, variance, limited)
+    curves = (kept, energy, variance, limited, checks)
     drawn = (loss_against_time, loss_against_steps, *bars, heat, peaks, phases, memory, *curves)
     made = (draw(run) for draw in drawn)
     return [plot for plot in made if plot is not None]
@@ -215,25 +232,31 @@ def _simulated_pair(left: Run, right: Run) -> Section:
 
 
 def _side_by_side(left: Run, right: Run) -> list[Section]:
-    """The figures that both have in one table, then each run as it is alone."""
+    """The figures that both have in one table, then each run as it is alone.
+
+    Of runs with many parts the summaries of both come first, side by side; the rest is closed.
+    """
     titles = pair.call(left, right)
     alone = [
         replace(section(run, f"run{i}"), title=title)
         for i, (run, title) in enumerate(zip((left, right), titles, strict=True))
     ]
-    table = side.table(left, right, titles)
+    table, folds = side.table(left, right, titles), KINDS[left.kind].parts is not None
+    heads = [replace(one.headline, title=f"{one.title}: {one.headline.title}") for one in alone]
     both = Section(
         anchor="pair",
         kicker=f"lrmoe report, two of lrmoe {_COMMANDS.get(left.kind, left.kind)}",
         title=" and ".join(titles),
         verdict=side.verdict(left, right, titles),
-        headline=table,
+        headline=heads[0] if folds else table,
+        beside=heads[1] if folds else None,
         further=_with_rows(side.differences(left, right, titles)),
+        folded=[table] if folds else (),
         plots=(),
         method="Each run's own page follows, with what it measured and how.",
         details=(),
     )
-    return [both, *alone]
+    return [both, *(replace(one, closed=folds) for one in alone)]
 
 
 def _called(run: Run) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import BASELINE, Run
-from lrmoe.report.tables import Table, number, size
+from lrmoe.report.tables import Table, even, number, percent, size
 
 OURS = "lrmoe"
 _Figures = Mapping[str, Any]
@@ -14,23 +14,23 @@ _Figures = Mapping[str, Any]
 
 def milliseconds(value: float | None) -> str:
     """Three digits, "-" for None."""
-    return "-" if value is None else f"{value:.3g}"
+    return even(value)
 
 
 def _gib(value: float | None) -> str:
-    return "-" if value is None else f"{value / 2**30:.3g}"
+    return "-" if value is None else even(value / 2**30)
 
 
 def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.3g}%"
+    return percent(value)
 
 
 # heading, figure of the summary, how it is written
 _Column = tuple[str, str, Callable[[float | None], str]]
 _BALANCE: Sequence[_Column] = (
-    ("fwd peak", "forward_peak", lambda v: number(v, 4)),
-    ("bwd peak", "backward_peak", lambda v: number(v, 4)),
-    ("worst", "peak_worst", lambda v: number(v, 4)),
+    ("fwd peak", "forward_peak", lambda v: even(v, 4)),
+    ("bwd peak", "backward_peak", lambda v: even(v, 4)),
+    ("worst", "peak_worst", lambda v: even(v, 4)),
     ("kept", "kept_share", _share),
     ("copies", "replicas", number),
     ("slots", "extra_slots", number),
@@ -146,9 +146,9 @@ def comparison(run: Run) -> Table | None:
     rows = [
         (
             line["quantity"],
-            number(line["published"], 4),
-            number(line["simulated"], 4),
-            number(line["ratio"], 3),
+            even(line["published"], 4),
+            even(line["simulated"], 4),
+            even(line["ratio"], 3),
         )
         for line in lines
     ]

@@ -177,6 +177,9 @@ def train_system(summary: Mapping[str, Any], lines: Sequence[Line], config: Mapp
         added_variance=tuple(_scored(line, "added_variance") for line in lines),
         variance_mean=tuple(line.get("lrmoe/variance_mean_worst") for line in lines),
         variance_predicted=tuple(line.get("lrmoe/variance_predicted_worst") for line in lines),
+        check_cosine=tuple(line.get("lrmoe/check_cosine") for line in lines),
+        check_error=tuple(line.get("lrmoe/check_relative_error") for line in lines),
+        check_layer=tuple(line.get("lrmoe/check_layer") for line in lines),
         forward_peak=_present(lines, "lrmoe/forward_peak_worst"),
         backward_peak=_present(lines, "lrmoe/backward_peak_worst"),
     )
@@ -202,6 +205,10 @@ def _series_figures(series: Series) -> dict[str, float]:
     """Figures of a training run that only its lines have."""
     evaluated = [loss for loss in series.eval_loss if loss is not None]
     figures = {"eval_loss": evaluated[-1]} if evaluated else {}
+    for name, checked in (("check_cosine", series.check_cosine), ("check_error", series.check_error)):
+        found = [value for value in checked if value is not None]
+        if found:
+            figures[name] = sum(found) / len(found)
     for name, peaks in (("forward_peak", series.forward_peak), ("backward_peak", series.backward_peak)):
         if peaks:
             figures[name] = sum(peaks) / len(peaks)

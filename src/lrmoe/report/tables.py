@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from rich.table import Table as RichTable
 from lrmoe.report.data import Run, SystemRun
 
 _NAME = 16  # letters
+_DECIMALS = 7  # more are written as a power of ten
+_GROUPED = 1000  # from here on digits stand in groups of three
 _DESCRIBES = {"title", "acts", "moves"}  # rows of the fairness table that say what a system is
 
 
@@ -57,7 +60,32 @@ def number(value: float | None, digits: int = 3) -> str:
     """A number with `digits` significant digits, "-" for None."""
     if value is None:
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    text = f"{value:.{digits}g}"
+    rounded = abs(float(text))
+    grouped = rounded >= 10**digits or (rounded >= _GROUPED and "." not in text)
+    return f"{value:,.0f}" if grouped else text
+
+
+def even(value: float | None, digits: int = 3) -> str:
+    """The same with the zeros at its end, for a column of measured numbers; 0 stays 0."""
+    text = number(value, digits)
+    if not value or "e" in text or "," in text:
+        return text
+    return f"{float(text):#.{digits}g}".removesuffix(".")
+
+
+def with_error(value: float, error: float | None, digits: int = 3) -> str:
+    """A number +- its standard error, both with as many decimals as show two digits of the error."""
+    if not error or not math.isfinite(error):
+        return even(value, digits) + ("" if error is None else f" +- {number(error)}")
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return (
+        f"{value:,.{decimals}f} +- {error:,.{decimals}f}" if decimals <= _DECIMALS else _short(value, error)
+    )
+
+
+def _short(value: float, error: float) -> str:
+    return f"{value:.2e} +- {error:.1e}"
 
 
 def size(value: float | None) -> str:
@@ -66,14 +94,16 @@ def size(value: float | None) -> str:
         return "-"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024 or unit == "GiB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:.4g} {unit}"
+            return (
+                f"{value:,.0f} {unit}" if value == int(value) or unit == "B" else f"{even(value, 4)} {unit}"
+            )
         value /= 1024
     raise AssertionError("unreachable")
 
 
 def seconds(value: float | None) -> str:
     """Seconds with four digits, "-" for None."""
-    return "-" if value is None else f"{number(value, 4)} s"
+    return "-" if value is None else f"{even(value, 4)} s"
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -102,7 +132,11 @@ def _ratio(value: float | None) -> str:
 
 
 def _loss(value: float | None) -> str:
-    return number(value, 4)
+    return even(value, 4)
+
+
+def _digits(value: float | None) -> str:
+    return even(value, 4)
 
 
 # row of the headline table, figure of summary.json, how it is written, heading where systems are rows
@@ -137,6 +171,8 @@ _TRAIN: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("pairs kept in backward", "kept_share", percent),
     ("peak / mean load, forward", "forward_peak", _ratio),
     ("peak / mean load, backward", "backward_peak", _ratio),
+    ("cosine to the exact gradient, mean of the checks", "check_cosine", _digits),
+    ("relative error of the gradient, mean of the checks", "check_error", even),
     ("bytes on the wire", "wire_bytes", size),
     ("layer buffers, peak of a rank", "buffer_peak_bytes", size),
 )

@@ -28,8 +28,7 @@ def verdict(run: Run) -> str:
     if run.baseline is None or len(run.systems) == 1:
         return f"Every system reached training loss {target}."
     others = [s for s in run.systems if s is not run.baseline]
-    parts = [_needed(system, run.baseline) for system in others]
-    return f"Every system reached loss {target}. MoE-layer time to it: {'; '.join(parts)}."
+    return f"Every system reached loss {target}. MoE-layer time to it: {_all_needed(others, run.baseline)}."
 
 
 def _verdict_of_steps(run: Run, missed: Sequence[str]) -> str:
@@ -46,17 +45,27 @@ def _verdict_of_steps(run: Run, missed: Sequence[str]) -> str:
             system for _, system in sorted(((r, s) for r, s in ratios if r is not None), key=itemgetter(0))
         ]
         others = others[:MOST_NAMED]
-    parts = [_needed(system, run.baseline) for system in others]
     first = "" if len(others) == len(run.systems) - 1 else ", the shortest"
-    return f"Every system did {steps:.0f} steps. MoE-layer time for them{first}: {'; '.join(parts)}."
+    return f"Every system did {steps:.0f} steps. MoE-layer time for them{first}: {_all_needed(others, run.baseline)}."
+
+
+def _all_needed(systems: Sequence[SystemRun], base: SystemRun) -> str:
+    """The first with what its figures are, the others in short."""
+    first, *others = systems
+    parts = [_needed(first, base)]
+    for system in others:
+        critical, wall = (_ratio(system, base, name) for name in ("moe_time_critical_s", "moe_time_wall_s"))
+        beside = "" if critical is None else f" (wall {tables.even(wall)})"
+        parts.append(f"{system.name} {tables.even(wall if critical is None else critical)}{beside}")
+    return "; ".join(parts)
 
 
 def _needed(system: SystemRun, base: SystemRun) -> str:
     """The modelled ratio with the wall ratio beside it, or the wall ratio alone where no link is stated."""
     critical, wall = (_ratio(system, base, name) for name in ("moe_time_critical_s", "moe_time_wall_s"))
     first, kind = (wall, "wall") if critical is None else (critical, "critical path, modelled link")
-    beside = "" if critical is None else f"; wall {tables.number(wall)}"
-    return f"{system.name} needed {tables.number(first)} of {base.name}'s time ({kind}{beside})"
+    beside = "" if critical is None else f"; wall {tables.even(wall)}"
+    return f"{system.name} needed {tables.even(first)} of {base.name}'s time ({kind}{beside})"
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:

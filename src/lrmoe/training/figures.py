@@ -9,13 +9,13 @@ from lrmoe.telemetry.figures import figure
 
 # name in the summary -> unit, which way is better
 FIGURES: Mapping[str, tuple[str, str]] = {
-    "final_loss": ("nats/token", "lower"),
-    "eval_loss": ("nats/token", "lower"),
+    "final_loss": ("nats", "lower"),
+    "eval_loss": ("nats", "lower"),
     "tokens_per_s": ("tokens/s", "higher"),
     "moe_time_wall_s": ("s", "lower"),
     "wire_bytes": ("bytes", "lower"),
     "buffer_peak_bytes": ("bytes", "lower"),
-    "kept_share": ("share", "lower"),
+    "kept_share": ("share", "higher"),
 }
 
 

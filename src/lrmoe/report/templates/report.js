@@ -51,6 +51,7 @@
   let paper = false;
   const drawn = (id) => {
     const plot = described[id], style = getComputedStyle(root), shown = document.getElementById(id);
+    if (!shown.clientWidth) return null; // within what is closed: drawn once it is open
     const width = paper ? Math.min(PAPER, shown.clientWidth) : shown.clientWidth;
     const given = layout(plot.layout, plot.data, width);
     shown.style.height = `${Number(shown.dataset.height) + Math.max(0, given.margin.t - 64)}px`;
@@ -97,6 +98,9 @@
     form.reset();
     show(form);
   }
+
+  for (const part of document.querySelectorAll("details.run"))
+    part.addEventListener("toggle", () => { if (part.open) part.querySelectorAll(".plot").forEach((plot) => drawn(plot.id)); });
 
   // Legends wrap and names break by width: a new width is a new drawing, once the window stands still.
   let width = root.clientWidth, waiting;
