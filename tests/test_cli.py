@@ -150,6 +150,44 @@ def test_bad_usage_is_code_2_and_says_what(
     assert done.out == ""
 
 
+@pytest.mark.parametrize("empty", ["", " , "])
+@pytest.mark.parametrize(
+    ("command", "option", "valid"),
+    [
+        ("compare", "systems", "megatron, fastermoe"),
+        ("compare", "models", "qwen3-moe-tiny"),
+        ("compare", "seeds", "integers"),
+        ("compare", "aux", "numbers"),
+        ("compare", "targets", "numbers"),
+        ("ablate", "seeds", "integers"),
+        ("ablate", "regime", "scratch, continued, memorise"),
+        ("ablate", "scores", "lrm, grad_norm"),
+        ("ablate", "estimators", "sampled, topk"),
+        ("ablate", "drops", "numbers"),
+        ("ablate", "quota-rule", "variance, count"),
+        ("ablate", "router-grad", "auto, full, retained"),
+        ("ablate", "select-in", "backward, forward"),
+        ("simulate", "systems", "megatron, fastermoe"),
+        ("replay", "systems", "megatron, fastermoe"),
+    ],
+)
+def test_an_option_that_names_nothing_is_bad_usage(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    option: str,
+    valid: str,
+    empty: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(command, f"--{option}", empty)
+    assert done.code == 2
+    assert f"--{option} {empty!r}: " in done.err
+    assert valid in done.err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -178,6 +216,36 @@ def test_errors_are_one_line_and_a_code(
 def test_a_missing_extra_is_named_as_a_checkout_installs_it() -> None:
     with pytest.raises(MissingExtraError, match=r'pip install -e "\.\[report\]"'):
         require_extra("no_such_module", "report")
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [
+        (
+            ("train", "--preset", "qwen3-moe-tiny", "--steps", "1", "--set", "train.wandb=mine"),
+            "wandb",
+            "wandb",
+        ),
+        (("train", "--preset", "qwen3-moe-tiny", "--steps", "1"), "transformers", "transformers"),
+        (("simulate",), "plotly", "report"),
+    ],
+)
+def test_every_missing_extra_ends_with_code_1_and_its_name(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    module: str,
+    extra: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
+    done = run(*command)
+    assert done.code == 1
+    assert f'is not installed: pip install -e ".[{extra}]"' in done.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_train_leaves_its_folder_and_prints_json_only(run: Run, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def _literal(value: object) -> str:
 
 def _valid(name: str) -> str:
     """What a field accepts."""
-    choices = config_module._CHOICES.get(name)
+    choices = config_module.CHOICES.get(name)
     if choices is None:
         return RANGES[name]
     text = ", ".join(f"`{_literal(choice)}`" for choice in choices)

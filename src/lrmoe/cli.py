@@ -296,11 +296,15 @@ def compare(
     taken from).
     """
     from lrmoe.experiments.commands import compare as run
-    from lrmoe.experiments.lists import numbers, split
+    from lrmoe.experiments.lists import names, numbers
+    from lrmoe.experiments.systems import ALL, SYSTEMS
+    from lrmoe.training.presets import PRESETS
 
     code = run(
         preset=preset,
-        systems=None if systems is None else split(systems),
+        systems=None
+        if systems is None
+        else names("systems", systems, (*SYSTEMS, "my_file.py:MyPolicy", ALL)),
         name=name,
         target_loss=target_loss,
         targets=None if targets is None else numbers("targets", targets, float),
@@ -308,7 +312,7 @@ def compare(
         seed=seed,
         seeds=None if seeds is None else numbers("seeds", seeds, int),
         regime=regime,
-        models=None if models is None else split(models),
+        models=None if models is None else names("models", models, (*PRESETS, "a Hub name", "a directory")),
         aux=None if aux is None else numbers("aux", aux, float),
         against=against,
         config=config,
@@ -475,7 +479,7 @@ def simulate(
         trace_system=trace_system,
         generator=generator,
         options=option or [],
-        systems=None if systems is None else [part.strip() for part in systems.split(",") if part.strip()],
+        systems=_policies(systems),
         ranks=ranks,
         experts=experts,
         top_k=top_k,
@@ -576,7 +580,7 @@ def replay(
         call=call,
         generator=generator,
         pattern=tuple(option or ()),
-        systems=None if systems is None else [part.strip() for part in systems.split(",") if part.strip()],
+        systems=_policies(systems),
         ranks=ranks,
         experts=experts,
         top_k=top_k,
@@ -729,6 +733,14 @@ def plan(
         calibration=calibration,
     )
     raise typer.Exit(code)
+
+
+def _policies(text: str | None) -> list[str] | None:
+    """Of --systems where a system is a policy; None where the option is not given."""
+    from lrmoe.config import POLICIES
+    from lrmoe.experiments.lists import names
+
+    return None if text is None else names("systems", text, (*POLICIES, "my_file.py:MyPolicy"))
 
 
 def exit_code(error: BaseException) -> int:

@@ -29,7 +29,7 @@ SCORES = ("lrm", "grad_norm", "alpha_grad", "abs_grad", "alpha", "alpha_phi", "r
 FORWARD_SCORES = ("alpha", "alpha_phi", "random")
 PHI_SCORES = ("lrm", "alpha_phi")
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES: dict[str, tuple[Any, ...]] = {
     "policy": POLICIES,
     "drop": ("always", "overload", "auto"),
     "estimator": ("sampled", "topk"),
@@ -247,7 +247,7 @@ class LRMoEConfig:
         return cls(**values)
 
     def _check_types(self) -> None:
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             value = getattr(self, name)
             if name == "policy" and isinstance(value, str) and ":" in value:
                 continue  # "my_file.py:MyPolicy", loaded where a layer is built

@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lrmoe.config import CHOICES, SCORES
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.ablate_rules import Ablation, Part, get_preset, rules_of, with_seeds
-from lrmoe.experiments.lists import numbers, split
+from lrmoe.experiments.lists import names, numbers
+from lrmoe.experiments.regimes import REGIMES
 from lrmoe.experiments.terminal import open_console, say
+from lrmoe.experiments.virtual import QUOTA_RULES
 
 _DEFAULTS = {
     "scores": "lrm",
@@ -20,6 +23,14 @@ _DEFAULTS = {
     "quota_rule": "variance",
     "router_grad": "auto",
     "select_in": "backward",
+}
+
+_VALID: dict[str, tuple[Any, ...]] = {
+    "scores": SCORES,
+    "estimators": CHOICES["estimator"],
+    "quota_rule": QUOTA_RULES,
+    "router_grad": CHOICES["router_grad"],
+    "select_in": CHOICES["select_in"],
 }
 
 
@@ -77,18 +88,18 @@ def _parts(
                 "(--seeds, --model, --aux and --steps go with a preset)"
             )
         return with_seeds(get_preset(preset), chosen)
-    values = {key: split(grid.get(key) or default) for key, default in _DEFAULTS.items()}
+    texts = {**_DEFAULTS, **{key: text for key, text in grid.items() if text is not None}}
+    values = {key: names(key.replace("_", "-"), texts[key], valid) for key, valid in _VALID.items()}
     rules = rules_of(
         scores=values["scores"],
         estimators=values["estimators"],
-        drops=numbers("drops", grid.get("drops") or _DEFAULTS["drops"], float),
+        drops=numbers("drops", texts["drops"], float),
         quota_rules=values["quota_rule"],
         router_grads=values["router_grad"],
         select_ins=values["select_in"],
     )
-    return tuple(
-        Part(regime=one, seeds=chosen or (0, 1, 2), rules=rules) for one in split(regime or "memorise")
-    )
+    regimes = names("regime", "memorise" if regime is None else regime, REGIMES)
+    return tuple(Part(regime=one, seeds=chosen or (0, 1, 2), rules=rules) for one in regimes)
 
 
 def _seeds(text: str | None) -> tuple[int, ...] | None:

@@ -66,7 +66,7 @@ def compare(
     _refuse_both(("--target-loss", target_loss), ("--targets", targets))
     _refuse_both(("--seed", seed), ("--seeds", seeds))
     options = {
-        "systems": list(systems) if systems else None,
+        "systems": None if systems is None else list(systems),
         "target_loss": target_loss,
         "targets": targets,
         "seeds": seeds,

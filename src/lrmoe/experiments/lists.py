@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lrmoe.errors import ConfigError
@@ -38,6 +38,23 @@ def non_negative_numbers(name: str, value: Any) -> tuple[float, ...]:
 def split(text: str) -> list[str]:
     """The parts of "a,b", without blanks around them."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def names(option: str, text: str, valid: Iterable[Any]) -> list[str]:
+    """The parts of an option like "a,b".
+
+    Args:
+        valid: what may be named, for the message; whether a name is one of it is for others to say.
+
+    Raises:
+        ConfigError: there is none; names the option and what is valid.
+    """
+    found = split(text)
+    if not found:
+        raise ConfigError(
+            f"--{option} {text!r}: names nothing; valid, separated by commas: {', '.join(map(str, valid))}"
+        )
+    return found
 
 
 def numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
