@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lrmoe.layer import MoELayer
+from lrmoe.layer.randomness import Key
 from tests.layer.harness import build, forward, keep_weights, kept, leaves, pruning, run
 from tests.reference import GRADS, Case, make_case
 
@@ -104,3 +106,20 @@ def test_the_key_does_not_depend_on_when_backward_runs() -> None:
         assert other is not None
         assert torch.equal(one, other)
     assert not torch.equal(found[0][0] != 0, found[0][1] != 0)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
+def test_words_are_those_of_mixing_part_by_part(seed: int) -> None:
+    """The published finaliser on numpy's wrapping integers: what earlier runs drew is drawn again."""
+
+    def mixed(z: np.ndarray) -> np.ndarray:
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    experts, state, golden = np.arange(5), np.zeros(5, dtype=np.uint64), np.uint64(0x9E3779B97F4A7C15)
+    for part in (seed, 3, 2**40, 1, -1):
+        state = mixed(state + golden + np.array([part % 2**64], dtype=np.uint64))
+    wanted = mixed(state + golden + experts.astype(np.uint64))
+    found = Key(seed=seed, layer=3, step=2**40, micro_batch=1, salt=-1).words(experts)
+    assert np.array_equal(found, wanted)

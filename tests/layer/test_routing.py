@@ -13,6 +13,7 @@ from lrmoe.layer.routing import (
     ranges,
     sort_pairs,
     token_entries,
+    transposed,
 )
 from lrmoe.planning.cells import part_of_cells
 
@@ -100,3 +101,14 @@ def test_groups_keep_the_order_of_their_rows() -> None:
     rows, ends = group_entries(torch.tensor([2, 0, 2, 3]), 5)
     assert rows.tolist() == [1, 0, 2, 3]
     assert ends.tolist() == [1, 1, 3, 4, 4]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 4), (4, 1)])
+def test_runs_are_transposed_and_put_back(shape: tuple[int, int]) -> None:
+    cells = np.random.default_rng(2).integers(0, 3, size=shape)
+    values = torch.arange(int(cells.sum()))
+    place = np.repeat(np.arange(cells.size), cells.reshape(-1))  # (a, b) of each value
+    a, b = place // shape[1], place % shape[1]
+    across = transposed(values, cells)
+    assert across.tolist() == values[np.lexsort((a, b))].tolist()
+    assert torch.equal(transposed(across, cells.T), values)

@@ -104,6 +104,35 @@ def test_experts_are_chosen_alike_however_many_are_looked_at_together(
         assert torch.equal(inclusion(rows), chance)
 
 
+@pytest.mark.parametrize("broken", [0, 3, 900])
+@pytest.mark.parametrize("sigma", [0.0, 1.5, 8.0])
+def test_an_expert_alone_is_chosen_as_beside_others(
+    sigma: float, broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gen, counts = torch.Generator().manual_seed(5), [3000, 5, 0, 1500, 0, 40, 2000]
+    score = torch.exp(sigma * torch.randn(sum(counts), generator=gen))
+    score[torch.randperm(len(score), generator=gen)[:broken]] = torch.nan
+    for quotas in ([300, 5, 0, 1499, 0, 7, 2000], [2999, 0, 0, 0, 0, 39, 5]):
+        rows = candidates(score, counts, quotas, offset=UNIT // 3)
+        alone = choose("sampled", "lrm", rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(selection, "_LARGE_ROWS", 2**60)
+            patch.setattr(selection, "_RUN_ROWS", 2**60)
+            together = choose("sampled", "lrm", rows)
+        assert torch.equal(alone.weight_M, together.weight_M)
+        assert alone.chance_M is not None
+        assert together.chance_M is not None
+        assert torch.equal(alone.chance_M, together.chance_M)
+
+
+def test_runs_leave_no_row_out_and_large_experts_come_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_RUN_ROWS", 10)
+    monkeypatch.setattr(selection, "_LARGE_ROWS", 8)
+    runs = list(selection._run_bounds([0, 3, 0, 4, 5, 1, 9, 0, 2, 8, 0]))
+    assert runs == [(1, 5, 0, 12), (5, 6, 12, 13), (6, 7, 13, 22), (8, 9, 22, 24), (9, 10, 24, 32)]
+    assert list(selection._run_bounds([0, 0])) == []
+
+
 def test_rounds_that_nobody_looks_at_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [random_table(seed, 2.0) for seed in range(10)]
     wanted = [inclusion(rows) for rows in tables]
@@ -134,6 +163,19 @@ def test_the_cost_of_a_choice() -> None:
     assert float(chosen.variance) == pytest.approx(
         float(((1 / pi - 1) * finite.score_M.double() ** 2).sum()), rel=1e-3
     )
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_the_cost_of_many_rows_is_that_of_its_parts(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = random_table(2)
+    rows.score_M[:broken] = torch.inf
+    choice = choose("sampled", "lrm", rows)
+    whole = measure(rows, choice)
+    monkeypatch.setattr(selection, "_MEASURED_ROWS", 7)
+    parts = measure(rows, choice)
+    for name in ("energy", "dropped", "variance"):
+        assert float(getattr(parts, name)) == pytest.approx(float(getattr(whole, name)), rel=1e-12)
+    assert int(parts.nonfinite) == int(whole.nonfinite) == broken
 
 
 def test_uniform_numbers_are_uniform_and_independent_between_experts() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.errors import ConfigError
+from lrmoe.layer.single import broken_rows, finite_scores
 from lrmoe.planning.score_bins import BINS, COLUMNS, LOWEST
 
 _DECAY = 0.9  # of the sums over past pairs, at each call that has pairs of the expert
@@ -48,23 +49,30 @@ def _thinned(score_M: Tensor, counts_X: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def _sums(score_M: Tensor, counts_X: Tensor) -> Tensor:
     """Sums over all rows, fp64 (X, COLUMNS)."""
-    experts = counts_X.shape[0]
-    index_X = torch.arange(experts, device=score_M.device)
-    expert_M = index_X.repeat_interleave(counts_X, output_size=score_M.shape[0])
-    finite_M = score_M.isfinite()
-    score = score_M.nan_to_num(0.0, 0.0, 0.0).double()
-    sums = score.new_zeros((3, experts))
-    sums[0].index_add_(0, expert_M, finite_M.double())
-    sums[1].index_add_(0, expert_M, score)
-    sums[2].index_add_(0, expert_M, score.square())
+    experts, rows = counts_X.shape[0], score_M.shape[0]
+    first_X = torch.arange(0, experts * BINS, BINS, dtype=torch.int32, device=score_M.device)
+    first_M = first_X.repeat_interleave(counts_X, output_size=rows)
+    broken_M = broken_rows(score_M)
+    score = finite_scores(score_M, broken_M).double()
+    pair_M = torch.ones_like(score) if broken_M is None else broken_M.logical_not().double()
+    sums = torch.stack([_by_expert(value, counts_X, first_M) for value in (pair_M, score, score.square())])
     mean_X = sums[1] / sums[0].clamp(min=1)
-    relative = score.div_(torch.where(mean_X > 0, mean_X, 1.0)[expert_M])
+    at_least = torch.where(mean_X > 0, mean_X, 1.0)
+    relative = score.div_(at_least.repeat_interleave(counts_X, output_size=rows))
     octave = relative.frexp().exponent - (1 + LOWEST)
-    place = octave.clamp_(0, BINS - 1).mul_(relative > 0) + expert_M * BINS
+    place = octave.clamp_(0, BINS - 1).mul_(relative > 0).add_(first_M)
     by_bin = score.new_zeros((2, experts * BINS))
-    by_bin[0].index_add_(0, place, finite_M.double())
+    by_bin[0].index_add_(0, place, pair_M)
     by_bin[1].index_add_(0, place, relative)
     return torch.cat([sums.T, by_bin[0].view(experts, BINS), by_bin[1].view(experts, BINS)], dim=1)
+
+
+def _by_expert(value_M: Tensor, counts_X: Tensor, first_M: Tensor) -> Tensor:
+    """Sums of each expert's values, fp64 (X,)."""
+    if value_M.device.type == "cpu":
+        return torch.segment_reduce(value_M, "sum", lengths=counts_X, unsafe=True)
+    total = value_M.new_zeros(counts_X.shape)
+    return total.index_add_(0, first_M // BINS, value_M)
 
 
 class Learned:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lrmoe.layer.asking import make_problem
 from lrmoe.layer.call import Call
-from lrmoe.layer.randomness import UNIT_BITS
-from lrmoe.layer.routing import Layout
+from lrmoe.layer.randomness import UNIT_BITS, offsets_of
+from lrmoe.layer.routing import transposed
 from lrmoe.layer.scores import pair_scores
 from lrmoe.layer.selection import (
     Candidates,
@@ -26,7 +26,6 @@ from lrmoe.layer.selection import (
     inclusion,
     measure,
 )
-from lrmoe.layer.wire import send_back
 from lrmoe.planning import LayerPlan, get_policy, split_quota
 from lrmoe.telemetry.record import OBSERVED
 
@@ -58,10 +57,11 @@ def _select_global(call: Call, score_N: Tensor) -> Tensor | None:
     """The expert's home sees all scores of its experts, chooses, and returns each pair's weight."""
     comm, rank = call.comm, call.comm.rank
     local, counts_RE = call.plan.topology.experts_per_rank, call.plan.counts_RE
-    layout = Layout.build(counts_RE, np.arange(comm.size + 1) * local, rank, score_N.device)
-    call.open_call.sent("select", comm.sent_bytes(score_N, layout.send_R))
-    score_M = layout.to_seats(comm.all_to_all(score_N, layout.send_R, layout.receive_R))
     experts = np.arange(rank * local, (rank + 1) * local)
+    cells_RL = counts_RE[:, experts]
+    send_R, receive_R = counts_RE[rank].reshape(-1, local).sum(axis=1).tolist(), cells_RL.sum(axis=1).tolist()
+    call.open_call.sent("select", comm.sent_bytes(score_N, send_R))
+    score_M = transposed(comm.all_to_all(score_N, send_R, receive_R), cells_RL)
     rows = _candidates(call, score_M, call.plan.counts_E[experts], call.plan.quota_E[experts], experts)
     _learn(call, rows)
     if call.plan.exact:
@@ -69,7 +69,9 @@ def _select_global(call: Call, score_N: Tensor) -> Tensor | None:
         return None
     choice = choose(call.config.estimator, call.config.score, rows)
     _book(call, rows, choice)
-    return send_back(call, layout.to_received(choice.weight_M), layout, "select")
+    weight_M = transposed(choice.weight_M, cells_RL.T)
+    call.open_call.sent("select", comm.sent_bytes(weight_M, receive_R))
+    return comm.all_to_all(weight_M, receive_R, send_R)
 
 
 def _select_local(call: Call, score_N: Tensor) -> Tensor:
@@ -92,13 +94,13 @@ def _candidates(
     salt: int = 0,
 ) -> Candidates:  # fmt: skip
     assert call.moment is not None, "only training calls prune"
-    key = replace(call.controller.key(call.moment), salt=salt)
+    words = replace(call.controller.key(call.moment), salt=salt).words(experts)
     return Candidates(
         score_M=score,
         counts_L=_tensor(counts, score),
         quota_L=_tensor(quota, score),
-        offset_L=_tensor(key.offsets(experts), score),
-        word_L=_tensor(key.words(experts).view(np.int64), score),
+        offset_L=_tensor(offsets_of(words), score),
+        word_L=_tensor(words.view(np.int64), score),
     )
 
 

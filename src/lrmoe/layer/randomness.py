@@ -16,6 +16,7 @@ from torch import Tensor
 UNIT_BITS = 32
 UNIT = 1 << UNIT_BITS  # fixed-point one
 
+_WORD = 2**64 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
@@ -35,14 +36,27 @@ class Key:
 
     def words(self, experts: NDArray[np.int64]) -> _U64:
         """One 64-bit word per expert, uint64, same shape as `experts`."""
-        state = np.zeros(experts.shape, dtype=np.uint64)
+        state = 0
         for part in (self.seed, self.layer, self.step, self.micro_batch, self.salt):
-            state = _mix(state + _GOLDEN + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
-        return _mix(state + _GOLDEN + experts.astype(np.uint64))
+            state = _mix_one(state + int(_GOLDEN) + part)
+        return _mix(experts.astype(np.uint64) + np.uint64((state + int(_GOLDEN)) & _WORD))
 
     def offsets(self, experts: NDArray[np.int64]) -> NDArray[np.int64]:
         """One fixed-point number in [0, 1) per expert: int64 in [0, UNIT)."""
-        return (self.words(experts) >> np.uint64(64 - UNIT_BITS)).astype(np.int64)
+        return offsets_of(self.words(experts))
+
+
+def offsets_of(words: _U64) -> NDArray[np.int64]:
+    """Words as fixed-point numbers: int64 in [0, UNIT)."""
+    return (words >> np.uint64(64 - UNIT_BITS)).astype(np.int64)
+
+
+def _mix_one(z: int) -> int:
+    """`_mix` of one number, modulo 2**64."""
+    z &= _WORD
+    z = (z ^ (z >> 30)) * int(_MIX1) & _WORD
+    z = (z ^ (z >> 27)) * int(_MIX2) & _WORD
+    return z ^ (z >> 31)
 
 
 def _mix(z: _U64) -> _U64:

@@ -132,3 +132,16 @@ def expert_order(mine_RS: IntArray) -> IntArray:
     flat = mine_RS.reshape(-1)
     starts_RS = (np.cumsum(flat) - flat).reshape(mine_RS.shape)
     return ranges(starts_RS.T.reshape(-1), mine_RS.T.reshape(-1))
+
+
+def transposed(value_M: Tensor, cells_AB: IntArray) -> Tensor:
+    """Values in the order (a, b), put into the order (b, a).
+
+    Args:
+        cells_AB: how many there are of each (a, b), int64 (A, B).
+    """
+    across = cells_AB.shape[1]
+    if 1 in cells_AB.shape:
+        return value_M
+    runs = value_M.split(cells_AB.reshape(-1).tolist())
+    return torch.cat([run for first in range(across) for run in runs[first::across]])

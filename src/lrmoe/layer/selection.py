@@ -17,12 +17,21 @@ import torch
 from torch import Tensor
 
 from lrmoe.layer.randomness import UNIT, UNIT_BITS, uniform_rows
+from lrmoe.layer.single import (
+    BROKEN,
+    FLOOR,
+    MOST_ROWS,
+    SCORE_BITS,
+    broken_rows,
+    finite_scores,
+    inclusion_of_one,
+    sample_of_one,
+)
 
-_SCORE_BITS = 30
-_BROKEN = 2 ** (_SCORE_BITS + 10)  # size of a row of non-finite score
 _RUN_ROWS = 8192  # rows of the experts that a CPU looks at together: what lies between stays in its cache
+_LARGE_ROWS = 1024  # rows of an expert that a CPU looks at alone
+_MEASURED_ROWS = 16384  # rows that a CPU measures together
 _UNREAD_ROUNDS = 4  # rounds between two looks at a device: one more than needed changes nothing
-_FLOOR = 1e-3  # least score over the expert's mean: keeps every inclusion probability positive
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,29 +99,34 @@ def keep_sampled(rows: Candidates) -> Choice:
     """
     chance, weight = torch.empty_like(rows.score_M, dtype=torch.int64), torch.empty_like(rows.score_M)
     for part, at in _runs(rows):
-        chance[at] = _inclusion(part)
-        weight[at] = _weights(systematic(part, chance[at]), chance[at])
+        pi = _inclusion(part)
+        kept = sample_of_one(pi, int(part.offset_L)) if _alone(part) else systematic(part, pi)
+        chance[at], weight[at] = pi, _weights(kept, pi)
     return Choice(weight_M=weight, chance_M=chance)
 
 
 def _weights(kept_M: Tensor, chance_M: Tensor) -> Tensor:
     """1/pi of kept rows, 0 of others, fp32 (M,)."""
-    return chance_M.clamp(min=1).double().reciprocal_().mul_(UNIT).float().mul_(kept_M)
+    return _inverse(chance_M).mul_(kept_M).float()
+
+
+def _inverse(chance_M: Tensor) -> Tensor:
+    """1/pi, fp64 (M,), from whole numbers of units."""
+    return chance_M.clamp(min=1).double().reciprocal_().mul_(UNIT)
 
 
 def _runs(rows: Candidates) -> Iterator[tuple[Candidates, slice]]:
-    """Experts with rows, some at a time on a CPU and all at once elsewhere: they do not depend on each other."""
+    """Experts with rows, some at a time on a CPU and all at once elsewhere: they do not depend on each other.
+
+    A large expert comes alone, small ones together.
+    """
     counts = rows.counts_L.tolist() if rows.score_M.device.type == "cpu" else None
-    if counts is None or sum(counts) <= _RUN_ROWS:
+    if counts is None:
         if rows.score_M.shape[0]:
             yield rows, slice(None)
         return
-    first = begin = end = 0
-    for expert, count in enumerate(counts):
-        end += count
-        if end - begin < _RUN_ROWS and (expert < len(counts) - 1 or begin == end):
-            continue
-        experts, at = slice(first, expert + 1), slice(begin, end)
+    for first, last, begin, end in _run_bounds(counts):
+        experts, at = slice(first, last), slice(begin, end)
         yield (
             Candidates(
                 score_M=rows.score_M[at],
@@ -123,7 +137,30 @@ def _runs(rows: Candidates) -> Iterator[tuple[Candidates, slice]]:
             ),
             at,
         )
-        first, begin = expert + 1, end
+
+
+def _run_bounds(counts: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """(first expert, last one + 1, first row, last one + 1) of every run with rows."""
+    first = begin = end = 0
+    for expert, count in enumerate(counts):
+        large = count >= _LARGE_ROWS
+        if end > begin and (large or end - begin >= _RUN_ROWS):
+            yield first, expert, begin, end
+            first, begin = expert, end
+        if begin == end:
+            first = expert  # experts without rows before it have no part in the run
+        end += count
+        if large:
+            yield expert, expert + 1, begin, end
+            first, begin = expert + 1, end
+    if end > begin:
+        yield first, len(counts), begin, end
+
+
+def _alone(rows: Candidates) -> bool:
+    """Whether these are the rows of one expert on a CPU."""
+    score_M = rows.score_M
+    return rows.counts_L.shape[0] == 1 and score_M.device.type == "cpu" and score_M.shape[0] < MOST_ROWS
 
 
 def systematic(rows: Candidates, chance_M: Tensor) -> Tensor:
@@ -155,7 +192,9 @@ def inclusion(rows: Candidates) -> Tensor:
 
 
 def _inclusion(rows: Candidates) -> Tensor:
-    """The same of at least one row, all at once."""
+    """The same of at least one row, all at once; of one expert on a CPU in fp64."""
+    if _alone(rows):
+        return inclusion_of_one(rows.score_M, int(rows.quota_L))
     expert, quota = rows.expert_M, torch.minimum(rows.quota_L, rows.counts_L)
     size = _integer_scores(rows, expert)
     free = _uncertain(rows, expert, quota)
@@ -193,12 +232,12 @@ def _integer_scores(rows: Candidates, expert: Tensor) -> Tensor:
     top = torch.zeros(rows.counts_L.shape, dtype=torch.float64, device=score.device)
     top = top.scatter_reduce(0, expert, score, "amax")
     relative = score.div_(_to_rows(torch.where(top > 0, top, 1.0), expert))
-    size = relative.mul_(2**_SCORE_BITS).long()
+    size = relative.mul_(2**SCORE_BITS).long()
     del score, relative
     mean = _sum_by_expert(size, rows) // rows.counts_L.clamp(min=1)
-    floor = (mean.double() * _FLOOR).long().clamp(min=1)
+    floor = (mean.double() * FLOOR).long().clamp(min=1)
     size = torch.maximum(size, _to_rows(floor, expert), out=size)
-    return size.mul_(finite).add_(finite.logical_not_(), alpha=_BROKEN)
+    return size.mul_(finite).add_(finite.logical_not_(), alpha=BROKEN)
 
 
 def _fixed_point(
@@ -275,17 +314,24 @@ class Loss:
 
 def measure(rows: Candidates, choice: Choice) -> Loss:
     """Energy left out, and variance added: sum over all candidates of (1/pi - 1) R, 0 where nothing is random."""
-    finite = rows.score_M.isfinite()
-    energy = rows.score_M.nan_to_num(0.0, 0.0, 0.0).double().square_()
-    chance = choice.chance_M
-    return Loss(
-        energy=energy.sum(),
-        dropped=(energy * (choice.weight_M == 0)).sum(),
-        variance=energy.new_zeros(()) if chance is None else added_variance(energy, chance),
-        nonfinite=(~finite).sum(),
-    )
+    some = _MEASURED_ROWS if rows.score_M.device.type == "cpu" else max(rows.score_M.shape[0], 1)
+    scores, weights = rows.score_M.split(some), choice.weight_M.split(some)
+    chances = itertools.repeat(None) if choice.chance_M is None else choice.chance_M.split(some)
+    parts = [_measure(*part) for part in zip(scores, weights, chances, strict=False)]
+    energy, dropped, variance, nonfinite = torch.stack(parts).sum(0).unbind()
+    return Loss(energy=energy, dropped=dropped, variance=variance, nonfinite=nonfinite.long())
+
+
+def _measure(score_M: Tensor, weight_M: Tensor, chance_M: Tensor | None) -> Tensor:
+    """Energy, what is left out of it, added variance and non-finite scores of some rows, fp64 (4,)."""
+    broken = broken_rows(score_M)
+    energy = finite_scores(score_M, broken).double().square_()
+    none = energy.new_zeros(())
+    dropped = weight_M.double().eq_(0).mul_(energy).sum()
+    variance = none if chance_M is None else added_variance(energy, chance_M)
+    return torch.stack([energy.sum(), dropped, variance, none if broken is None else broken.sum().double()])
 
 
 def added_variance(energy_M: Tensor, chance_M: Tensor) -> Tensor:
     """Sum of (1/pi - 1) R, fp64 scalar: exact for independent draws."""
-    return ((UNIT / chance_M.clamp(min=1).double() - 1) * energy_M).sum()
+    return _inverse(chance_M).sub_(1).mul_(energy_M).sum()
