@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from lrmoe.errors import RankError
 from lrmoe.experiments.memory import ModelMemory, model_memory
@@ -143,11 +143,25 @@ def step_cost(records_by_rank: Sequence[Sequence[CallRecord]]) -> StepCost:
     )
 
 
-def link_speed(costs: Sequence[StepCost]) -> float | None:
+class Exchanged(Protocol):
+    """What something on all ranks computed and sent: a step, a call.
+
+    Attributes:
+        cpu_ms: thread CPU time of all phases, over ranks, in ms. wire_bytes: sent to other ranks, over ranks.
+    """
+
+    @property
+    def cpu_ms(self) -> float: ...
+
+    @property
+    def wire_bytes(self) -> int: ...
+
+
+def link_speed(costs: Sequence[Exchanged]) -> float | None:
     """Bytes per second at which exchange takes half as long as compute does, both shared evenly by the ranks.
 
-    Exchange is then one third of the layer's time. The number of ranks cancels: total bytes over half of the total
-    compute time. None where nothing was sent.
+    Exchange is then one third of the layer's time (LINK_RULE). The number of ranks cancels: total bytes over half of
+    the total compute time. None where nothing was sent.
     """
     compute_s = sum(cost.cpu_ms for cost in costs) / 1e3
     wire = sum(cost.wire_bytes for cost in costs)

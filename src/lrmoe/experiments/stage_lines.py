@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lrmoe.experiments.cost import step_cost
+from lrmoe.experiments.cost import link_speed, step_cost
 from lrmoe.telemetry import CallRecord
 
 UNCOUNTED = ("score", "select", "replicas")  # phases that the balanced reference is free of
@@ -149,18 +149,17 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def link_of(calls: Iterable[Call], balanced: str) -> dict[tuple[str, str], float]:
-    """Bytes per second at which exchange is a third of a balanced exact call's time (cost.LINK_RULE).
+    """The link's speed by balanced exact calls (cost.link_speed), in bytes per second.
 
     Args:
         balanced: name of the lane of fixed ownership on balanced counts.
 
     Returns:
-        by model and activations.
+        by model and activations; without those whose calls sent nothing.
     """
-    ms: dict[tuple[str, str], float] = defaultdict(float)
-    sent: dict[tuple[str, str], int] = defaultdict(int)
+    by_place: dict[tuple[str, str], list[Call]] = defaultdict(list)
     for call in calls:
         if call.system == balanced:
-            ms[call.model, call.activations] += call.cpu_ms
-            sent[call.model, call.activations] += call.wire_bytes
-    return {place: sent[place] / (ms[place] / 1e3 / 2) for place in ms}
+            by_place[call.model, call.activations].append(call)
+    speeds = {place: link_speed(same) for place, same in by_place.items()}
+    return {place: speed for place, speed in speeds.items() if speed is not None}
