@@ -45,6 +45,7 @@ from lrmoe.experiments.trajectory import Trajectory, TrajectoryJob, run_trajecto
 from lrmoe.experiments.workers import Job, run_jobs
 from lrmoe.experiments.workers_display import Display
 from lrmoe.planning.auto import NOISE_SHARE
+from lrmoe.statistics import standard_error
 from lrmoe.telemetry import figure
 from lrmoe.training.config import TrainConfig
 
@@ -237,7 +238,7 @@ def _over(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 def _figure(name: str, values: Sequence[float], **context: Any) -> dict[str, Any]:
     """The mean over seeds, with the seeds' values and the standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    error = standard_error(values)
     return figure(
         name,
         round(statistics.fmean(values), 4),

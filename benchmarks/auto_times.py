@@ -27,6 +27,7 @@ from lrmoe.experiments.racers import turns
 from lrmoe.experiments.stage_inputs import Routed, Rows, StageSize, draw_weights
 from lrmoe.experiments.trajectory import RecordedTokens, Trajectory
 from lrmoe.layer import MoELayer, StepClock
+from lrmoe.statistics import averaged
 from lrmoe.telemetry import CallRecord, Telemetry
 from lrmoe.training.launch import run_workers
 from lrmoe.training.records import gather_records
@@ -260,7 +261,7 @@ class Times:
             ]
         return cls(
             over_exact={drop: statistics.fmean(values) for drop, values in over.items()},
-            errors={drop: statistics.stdev(values) / len(values) ** 0.5 for drop, values in over.items()},
+            errors={drop: averaged(values).standard_error for drop, values in over.items()},
             ratio=ratio,
             choosing=statistics.fmean(choosing),
         )

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "lrmoe"
 # From the ground up. Parts on one floor do not import each other unless ALLOWED_BESIDE says so.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"sizes"}),
+    frozenset({"sizes", "statistics"}),
     frozenset({"config", "planning", "ops"}),
     frozenset({"telemetry", "distributed"}),
     frozenset({"layer", "checkpoint"}),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
@@ -21,6 +20,7 @@ import results_phases
 from results_plot import Bar, bars
 
 from lrmoe.experiments.stage_lines import MAIN
+from lrmoe.statistics import standard_error
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -191,8 +191,8 @@ def _cell(values: Sequence[float | None], digits: int) -> str:
     if not known:
         return "not reached" if values else ""
     text = f"{statistics.fmean(known):.{digits}f}"
-    if len(known) > 1:
-        text += f" +- {statistics.stdev(known) / math.sqrt(len(known)):.{digits}f}"
+    error = standard_error(known)
+    text += "" if error is None else f" +- {error:.{digits}f}"
     return text + (f" ({len(known)} of {len(values)} seeds)" if len(known) < len(values) else "")
 
 
@@ -288,8 +288,7 @@ def _bar(values: Sequence[float | None]) -> Bar | None:
     known = [value for value in values if value is not None]
     if not known:
         return None
-    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else 0.0
-    return Bar(value=statistics.fmean(known), error=error)
+    return Bar(value=statistics.fmean(known), error=standard_error(known) or 0.0)
 
 
 def fill(page: str, results: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lrmoe.experiments.headline_rows import Mean, Outcome, figures, rows_of
+from lrmoe.experiments.headline_rows import Outcome, figures, rows_of
 from lrmoe.experiments.stage_lines import MAIN, STASH, Call
 from tests.experiments.staged import call
 
@@ -124,4 +124,7 @@ def test_outcomes_that_were_not_executed_have_no_row() -> None:
 
 
 def test_one_seed_has_no_standard_error() -> None:
-    assert Mean.of([2.0]) == Mean(value=2.0, error=None, seeds=1)
+    rows = rows_of([outcome("symi", 10)], [made("symi", 1, 10, 0), balanced()])
+    found = figures(rows, "scratch")
+    assert found
+    assert all(line["context"]["standard_error"] is None for line in found)

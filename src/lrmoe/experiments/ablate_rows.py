@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lrmoe.experiments.ablate_rules import Cell
 from lrmoe.experiments.regimes import get_regime
-from lrmoe.experiments.statistics import Paired, averaged, paired
 from lrmoe.report.figures import ABLATE
+from lrmoe.statistics import Paired, averaged, paired
 from lrmoe.telemetry.figures import finite
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ is what a backward that costs nothing but its kept rows would reach: what SYMI's
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any
 from lrmoe.experiments.stage_lanes import BALANCED, reference_of
 from lrmoe.experiments.stage_lines import MAIN, UNCOUNTED, Call, link_of
 from lrmoe.report.data import BASELINE
+from lrmoe.statistics import standard_error
 from lrmoe.telemetry.figures import figure
 
 AGAINST = ("symi", "ultraep", BASELINE)
@@ -98,21 +98,6 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mean:
-    """Of some seeds: mean, standard error (None of one), and how many."""
-
-    value: float
-    error: float | None
-    seeds: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
-        """Of at least one value."""
-        spread = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-        return cls(value=statistics.fmean(values), error=spread, seeds=len(values))
 
 
 def rows_of(outcomes: Sequence[Outcome], calls: Sequence[Call]) -> list[Row]:
@@ -240,14 +225,15 @@ def figures(rows: Sequence[Row], regime: str, **context: Any) -> list[dict[str, 
 def _figure(
     name: str, quantity: str, by_seed: dict[int, float], runs: int, context: dict[str, Any]
 ) -> dict[str, Any]:
-    mean = Mean.of(list(by_seed.values()))
+    values = list(by_seed.values())
+    error = standard_error(values)
     unit = {"dloss": "nats", "steps": "steps"}.get(quantity, "ratio")
     return figure(
         name,
-        round(mean.value, 6),
+        round(statistics.fmean(values), 6),
         unit,
         "lower",
-        standard_error=None if mean.error is None else round(mean.error, 6),
+        standard_error=None if error is None else round(error, 6),
         by_seed={str(seed): round(value, 6) for seed, value in by_seed.items()},
         missing_seeds=runs - len(by_seed),
         **context,

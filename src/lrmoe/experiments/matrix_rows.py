@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lrmoe.experiments.cells import Cell
-from lrmoe.experiments.statistics import averaged
+from lrmoe.statistics import averaged
 
 QUANTITIES = ("steps", "critical_s", "wall_s", "wire_bytes", "buffer_peak_bytes")  # of which ratios are taken
 COLUMNS = (

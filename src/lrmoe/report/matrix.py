@@ -15,10 +15,10 @@ from lrmoe.report.matrix_cases import (
     mean,
     paired,
     point,
-    standard_error,
     words,
 )
 from lrmoe.report.tables import Table, even, fairness, number, percent, plain, seconds, size, with_error
+from lrmoe.statistics import standard_error
 
 
 def _fine(share: float | None) -> str:

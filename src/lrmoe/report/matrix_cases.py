@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from lrmoe.report.data import Run
 from lrmoe.report.names import readable
+from lrmoe.statistics import standard_error
 
 Row = Mapping[str, Any]
 PARTS = ("model", "regime", "aux", "target")
@@ -88,8 +89,3 @@ def mean(values: Sequence[float | None]) -> float | None:
     """Mean of the values that are there; None without any."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """Standard error of the mean; None with fewer than two."""
-    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None

@@ -1,10 +1,14 @@
-"""Paired differences: the same seed, data and weights on both sides. Needs neither torch nor NumPy."""
+"""Means over seeds and their standard errors, and paired differences: the same seed, data and weights on both sides.
+
+Needs neither torch nor NumPy.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +48,17 @@ def paired(values_a: Sequence[float], values_b: Sequence[float]) -> Paired:
 
 def averaged(values: Sequence[float]) -> Paired:
     """Mean and standard error of differences or ratios that were taken pair by pair; at least one."""
+    error = standard_error(values)
+    return Paired(mean=fmean(values), standard_error=math.nan if error is None else error, n=len(values))
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the values' mean: their sample standard deviation over the root of their number; None of fewer than two.
+
+    Not a number where a value is not finite (statistics.stdev would fail).
+    """
     n = len(values)
-    mean = math.fsum(values) / n
-    if n == 1:
-        return Paired(mean=mean, standard_error=math.nan, n=1)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
-    return Paired(mean=mean, standard_error=math.sqrt(variance / n), n=n)
+    if n < 2:
+        return None
+    mean = fmean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
