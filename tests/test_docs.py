@@ -129,6 +129,12 @@ def test_run_file_page_names_every_key_of_a_comparison(generator: ModuleType) ->
 
 
 @pytest.mark.parametrize("path", PAGES, ids=_ids)
+def test_pages_are_ascii(path: Path) -> None:
+    text = path.read_bytes()
+    assert text.isascii(), f"first at byte {next(i for i, byte in enumerate(text) if byte > 127)}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_ids)
 def test_relative_links_resolve(path: Path) -> None:
     for link in LINK.findall(path.read_text(encoding="utf-8")):
         if "://" in link or link.startswith("mailto:"):

@@ -22,13 +22,13 @@ _CODES = (0, 3)  # 3: nothing fits, which the page shows too
 
 
 def output(command: str) -> str:
-    """What a command prints, both streams, at a width of 100 columns.
+    """What a command prints, both streams, in ASCII at a width of 100 columns.
 
     Raises:
         RuntimeError: the command failed.
     """
     words = [sys.executable, "-m", "lrmoe.cli", *shlex.split(command)[1:]]
-    environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb"}
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "PYTHONIOENCODING": "ascii"}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
