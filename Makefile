@@ -11,10 +11,13 @@ VENV ?= .venv
 PIP_ARGS ?=
 # Tests start several processes: one thread each keeps them from fighting over cores.
 THREADS ?= 1
+# Test processes side by side; what uses a pool of gloo processes stays on one of them.
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 RUN := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: venv test test-all lint typecheck format pytest demo docs headline headline-quick figures bench clean help
@@ -42,10 +45,10 @@ format: $(STAMP)  ## let ruff fix and format the tree
 	@$(BIN)/ruff format .
 
 pytest: $(STAMP)  ## the tests alone, long ones left out; PYTEST_ARGS="-k layer" narrows them
-	@$(RUN) $(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+	@$(RUN) $(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 test-all: lint typecheck  ## with the long tests: benchmarks and experiments in small
-	@$(RUN) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(RUN) $(PYTEST) $(PYTEST_ARGS)
 
 demo: $(STAMP)  ## train with and without LRMoE to the same loss, on two CPU processes
 	@$(RUN) $(BIN)/lrmoe compare --preset demo --name demo --overwrite

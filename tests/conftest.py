@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.distributed.pool import Pool
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Several workers begin with what takes longest: modules that use a pool, then those that start processes."""
+    if hasattr(config, "workerinput"):
+        items.sort(
+            key=lambda item: (not _uses_a_pool(item.path), item.get_closest_marker("distributed") is None)
+        )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Give a module to one worker, for its fixtures, and all that use a pool to one, for the pool's processes."""
+    return _ByModule(config, log)
+
+
+class _ByModule(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::")[0]
+        return "pools" if _uses_a_pool(self.config.rootpath / path) else path
+
+
+@functools.cache
+def _uses_a_pool(path: Path) -> bool:
+    return "from tests.distributed.pool import" in path.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

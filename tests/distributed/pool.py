@@ -31,6 +31,14 @@ import torch
 import torch.distributed as dist
 
 CASE_LIMIT_S = 30.0
+# Imported once, before ranks are forked: what every rank would otherwise spend seconds on, after every restart too.
+PRELOAD = [
+    "tests.distributed.pool",
+    "tests.distributed.truth",
+    "tests.layer.harness",
+    "lrmoe.integrations.transformers",
+    "lrmoe.training.loop",
+]
 GRACE_S = 5.0  # how long the other ranks may take once one has failed
 
 
@@ -105,7 +113,7 @@ class Pool:
         self.stop()
         self._starts += 1
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "tests.distributed.pool"])
+        context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
