@@ -153,7 +153,10 @@ class Ablation:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run: a rule, or None for nothing dropped, with one seed in one regime."""
+    """One run of an ablation: a rule, or None for nothing dropped, with one seed in one regime.
+
+    A comparison has cells of its own (cells.py), each several systems beside each other.
+    """
 
     regime: str
     seed: int

@@ -81,7 +81,10 @@ class CallSizes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
-    """Row counts of all parts of an exchange, int64 (P, R) each: pairs and rows sent and received, largest blocks."""
+    """What the (source, seat) cells of an exchange (planning/cells.py) add up to on each rank, int64 (P, R) each.
+
+    Pairs and rows sent and received, and largest blocks, of every part.
+    """
 
     pairs_out: IntArray
     pairs_in: IntArray
