@@ -1,7 +1,7 @@
 """Pairs of every (source, seat) cell: cut into parts of a call, dealt out to what backward keeps, laid in blocks.
 
-A cell is an entry of a table of sources by seats, and holds pairs; the planner's groups of pairs of about equal score are
-those of score_bins.py.
+A cell is an entry of a table of sources by seats, and holds pairs; the planner's groups of pairs of about equal score
+are those of score_bins.py.
 
 Shape letters: R ranks, Q seats of all ranks, V = 2 Q stands (a rank's seats for pairs that stay, then for pairs that
 carry their input), P parts of a pass, S most seats of a rank.
