@@ -9,7 +9,6 @@ about), `headline.jsonl` (figures), `rows.csv`. What is there is not made again.
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from lrmoe.experiments.ablate_command import lines
 from lrmoe.experiments.ablate_rules import Ablation, get_preset, with_seeds
 from lrmoe.experiments.cost import LINK_RULE
 from lrmoe.experiments.fairness import EXECUTES, TRAINS, fairness
-from lrmoe.experiments.headline_jobs import EXACT, is_finished
+from lrmoe.experiments.headline_jobs import EXACT, Task
 from lrmoe.experiments.headline_question import SELDOM, STASHED, Headline, is_exact
 from lrmoe.experiments.headline_rows import PUBLISHED, Outcome, Row, figures, rows_of
 from lrmoe.experiments.regimes import START_STEPS, get_regime
@@ -34,6 +33,7 @@ from lrmoe.experiments.systems import get_system
 from lrmoe.experiments.trajectory import Trajectory
 from lrmoe.experiments.workers import Job, run_jobs
 from lrmoe.experiments.workers_display import Display
+from lrmoe.experiments.writing import csv_text, json_text, write_whole
 from lrmoe.report.data import BASELINE
 from lrmoe.telemetry.figures import environment
 
@@ -80,20 +80,20 @@ def ablated(headline: Headline, workers: int | None) -> list[dict[str, Any]]:
 
 def train(headline: Headline, *, workers: int | None = None, say: Say = to_stderr) -> None:
     """Start checkpoints, then trajectories, on worker processes of one thread each."""
-    jobs = list(_trajectories(headline))
-    missing = [job for job in jobs if not is_finished(*job.args)]
+    tasks = list(_trajectories(headline))
+    missing = [task for task in tasks if not task.finished]
     if not missing:
-        say(f"trajectories: all {len(jobs)} done before")
+        say(f"trajectories: all {len(tasks)} done before")
         return
-    stage_lines.forget(headline.folder / STAGE, {(job.args[0], job.args[1], job.args[3]) for job in missing})
+    stage_lines.forget(headline.folder / STAGE, {(task.model, task.aux, task.seed) for task in missing})
     starts = [
         Job(name=f"start {m}, aux {a:g}", target=f"{_JOBS}:start", args=(m, a), steps=START_STEPS)
-        for m, a in dict.fromkeys((job.args[0], job.args[1]) for job in missing)
+        for m, a in dict.fromkeys((task.model, task.aux) for task in missing)
         if get_regime(headline.regime).continues
     ]
     for title, todo, whole in (
         ("start checkpoints", starts, len(starts)),
-        ("trajectories", missing, len(jobs)),
+        ("trajectories", [_job(headline, task) for task in missing], len(tasks)),
     ):
         if not todo:
             continue
@@ -102,14 +102,25 @@ def train(headline: Headline, *, workers: int | None = None, say: Say = to_stder
             run_jobs(todo, workers=workers, display=display)
 
 
-def _trajectories(headline: Headline) -> Iterator[Job]:
+def _job(headline: Headline, task: Task) -> Job:
+    """The same for the workers."""
     steps = headline.steps or int(get_regime(headline.regime).tables["train"]["steps"])
+    return Job(name=task.folder.name, target=f"{_JOBS}:train", args=(task,), steps=steps)
+
+
+def _trajectories(headline: Headline) -> Iterator[Task]:
     for model, aux, seed, systems in headline.places():
         for kind in dict.fromkeys(EXACT if is_exact(system) else system for system in systems):
-            folder = headline.trajectory(model, aux, seed, systems[0] if kind == EXACT else kind)
-            size = headline.size.execution
-            args = (model, aux, kind, seed, headline.regime, folder, headline.steps, size)
-            yield Job(name=folder.name, target=f"{_JOBS}:train", args=args, steps=steps)
+            yield Task(
+                model=model,
+                aux=aux,
+                seed=seed,
+                system=kind,
+                regime=headline.regime,
+                folder=headline.trajectory(model, aux, seed, systems[0] if kind == EXACT else kind),
+                steps=headline.steps,
+                size=headline.size.execution,
+            )
 
 
 def _some(headline: Headline) -> Trajectory:
@@ -176,9 +187,9 @@ def finish(headline: Headline, staged: Stage) -> dict[str, Any]:
         "context": environment(),
     }
     found = figures(rows, headline.regime, **about)
-    _write(headline.folder / "headline.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    write_whole(headline.folder / "headline.json", json_text(summary))
     _write_lines(headline.folder / "headline.jsonl", found)
-    _write_csv(headline.folder / "rows.csv", rows)
+    write_whole(headline.folder / "rows.csv", _table(rows))
     return {**summary, "figures": found}
 
 
@@ -212,18 +223,12 @@ def _given(name: str) -> dict[str, Any]:
     return fairness(system, system_config(system, 0), EXECUTES if is_exact(name) else TRAINS)
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(path.suffix + ".part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def _write_lines(path: Path, found: Sequence[dict[str, Any]]) -> None:
-    _write(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in found))
+    write_whole(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in found))
 
 
-def _write_csv(path: Path, rows: list[Row]) -> None:
-    """One line per system and seed; phases and ratios as columns of their own."""
+def _table(rows: Sequence[Row]) -> str:
+    """CSV with one line per system and seed; phases and ratios as columns of their own."""
     flat = [
         {
             **{name: value for name, value in row.as_dict().items() if not isinstance(value, dict)},
@@ -233,8 +238,4 @@ def _write_csv(path: Path, rows: list[Row]) -> None:
         }
         for row in rows
     ]
-    names = dict.fromkeys(name for line in flat for name in line)
-    with path.open("w", encoding="utf-8", newline="") as out:
-        table = csv.DictWriter(out, list(names))
-        table.writeheader()
-        table.writerows(flat)
+    return csv_text(list(dict.fromkeys(name for line in flat for name in line)), flat)

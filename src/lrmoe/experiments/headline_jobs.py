@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from lrmoe.config import LRMoEConfig
@@ -36,54 +37,41 @@ def start(model: str, aux: float, report: Callable[[int], None], cache: Path = C
     start_model(base_config(model, aux, EXACT, 0), cache, lambda step, _: report(step))
 
 
-def trajectory_job(
-    model: str,
-    aux: float,
-    system: str,
-    seed: int,
-    regime: str,
-    folder: Path,
-    steps: int | None,
-    size: ExecutionSize,
-) -> TrajectoryJob:
-    """A trajectory of a system, or of EXACT; its start checkpoint is made if it is not there.
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One trajectory of the headline.
 
-    Args:
+    Attributes:
+        model, aux, seed: of training. system: whose rule it follows, or EXACT. regime: how it is trained.
         folder: where it goes. steps: instead of the regime's. size: of the layers in execution.
     """
-    config = regime_config(base_config(model, aux, system, seed), regime, seed)
-    if steps is not None:
-        config = config.replace(train={"steps": steps})
-    return TrajectoryJob(config=config, folder=folder, size=size)
+
+    model: str
+    aux: float
+    seed: int
+    system: str
+    regime: str
+    folder: Path
+    steps: int | None
+    size: ExecutionSize
+
+    def job(self) -> TrajectoryJob:
+        """What trains it; its start checkpoint is made if it is not there."""
+        base = base_config(self.model, self.aux, self.system, self.seed)
+        config = regime_config(base, self.regime, self.seed)
+        if self.steps is not None:
+            config = config.replace(train={"steps": self.steps})
+        return TrajectoryJob(config=config, folder=self.folder, size=self.size)
+
+    @property
+    def finished(self) -> bool:
+        """Whether this very trajectory is there, complete; trains nothing."""
+        base = base_config(self.model, self.aux, EXACT, 0)
+        if not self.folder.exists() or (get_regime(self.regime).continues and not start_is_made(base, CACHE)):
+            return False
+        return self.job().finished
 
 
-def is_finished(
-    model: str,
-    aux: float,
-    system: str,
-    seed: int,
-    regime: str,
-    folder: Path,
-    steps: int | None,
-    size: ExecutionSize,
-) -> bool:
-    """Whether this very trajectory is there, complete; trains nothing."""
-    base = base_config(model, aux, EXACT, 0)
-    if not folder.exists() or (get_regime(regime).continues and not start_is_made(base, CACHE)):
-        return False
-    return trajectory_job(model, aux, system, seed, regime, folder, steps, size).finished
-
-
-def train(
-    model: str,
-    aux: float,
-    system: str,
-    seed: int,
-    regime: str,
-    folder: Path,
-    steps: int | None,
-    size: ExecutionSize,
-    report: Callable[[int], None],
-) -> None:
+def train(task: Task, report: Callable[[int], None]) -> None:
     """Run one trajectory."""
-    run_trajectory(trajectory_job(model, aux, system, seed, regime, folder, steps, size), report)
+    run_trajectory(task.job(), report)
