@@ -9,7 +9,7 @@ keeps them. What is done is not done again; --overwrite starts anew.
     python benchmarks/headline.py --quick --json  one model, aux loss 0, seed 0, four systems: under 10 minutes
 
 Writes runs/headline/ (--quick: runs/headline-quick/): headline.jsonl with the figures
-headline.<model>.<regime>.aux<a>.<system>.{time_to_loss_over_symi, time_to_loss_over_ultraep,
+headline.<model>.<regime>.<aux>.<system>.{time_to_loss_over_symi, time_to_loss_over_ultraep,
 layer_time_over_balanced, least_time_over_symi, dloss, steps} (<system>.stash: with activations kept), headline.json,
 rows.csv. tools/fill_results.py makes docs/results.md of them.
 

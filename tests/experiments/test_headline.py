@@ -49,7 +49,7 @@ def test_from_nothing_to_figures_and_nothing_twice(tmp_path: Path) -> None:
     summary = run(headline, workers=2, say=said.append)
     assert said in (["stage: 2 steps executed"], ["stage: 3 steps executed"])
     names = [line["name"] for line in summary["figures"]]
-    place = "headline.qwen3-moe-micro.scratch.aux0.lrmoe-sampled50"
+    place = "headline.qwen3-moe-micro.scratch.0.lrmoe-sampled50"
     for quantity in ("time_to_loss_over_symi", "layer_time_over_balanced", "dloss", "steps"):
         assert f"{place}.{quantity}" in names
     assert f"{place}.stash.time_to_loss_over_symi" in names

@@ -82,7 +82,7 @@ def test_settings_of_activations_are_compared_within_themselves() -> None:
         ("symi", MAIN), ("lrmoe", MAIN), ("symi", STASH), ("lrmoe", STASH),
     ]  # fmt: skip
     found = {f["name"]: f for f in figures(rows, "memorise")}
-    name = "headline.tiny.memorise.aux0.lrmoe"
+    name = "headline.tiny.memorise.0.lrmoe"
     assert found[f"{name}.time_to_loss_over_symi"]["value"] == pytest.approx(0.5)
     assert found[f"{name}.stash.time_to_loss_over_symi"]["value"] == pytest.approx(0.8)
     assert found[f"{name}.stash.time_to_loss_over_symi"]["context"]["activations"] == STASH
@@ -96,15 +96,15 @@ def test_ratios_are_of_one_seed_and_their_error_is_over_seeds() -> None:
         calls += [made("symi", fixed, 10, 0, seed), made("lrmoe", ours, 10, 0, seed)]
         calls += [balanced(seed=seed), balanced("lrmoe", seed=seed)]
     found = {f["name"]: f for f in figures(rows_of(outcomes, calls), "memorise", command="make headline")}
-    ratio = found["headline.tiny.memorise.aux0.lrmoe.time_to_loss_over_symi"]
+    ratio = found["headline.tiny.memorise.0.lrmoe.time_to_loss_over_symi"]
     assert ratio["value"] == pytest.approx((0.55 + 0.44) / 2)
     assert ratio["context"]["by_seed"] == {"0": pytest.approx(0.55), "1": pytest.approx(0.44)}
     assert ratio["context"]["standard_error"] == pytest.approx(0.055)
     assert ratio["context"]["command"] == "make headline"
-    assert found["headline.tiny.memorise.aux0.lrmoe.dloss"]["value"] == pytest.approx(0.01)
-    assert found["headline.tiny.memorise.aux0.lrmoe.steps"]["value"] == 110
-    assert "headline.tiny.memorise.aux0.symi.time_to_loss_over_symi" not in found
-    assert "headline.tiny.memorise.aux0.lrmoe.time_to_loss_over_ultraep" not in found
+    assert found["headline.tiny.memorise.0.lrmoe.dloss"]["value"] == pytest.approx(0.01)
+    assert found["headline.tiny.memorise.0.lrmoe.steps"]["value"] == 110
+    assert "headline.tiny.memorise.0.symi.time_to_loss_over_symi" not in found
+    assert "headline.tiny.memorise.0.lrmoe.time_to_loss_over_ultraep" not in found
 
 
 def test_a_target_that_was_not_reached_gives_no_ratio_but_is_counted() -> None:

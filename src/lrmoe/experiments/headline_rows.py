@@ -204,7 +204,7 @@ def figures(rows: Sequence[Row], regime: str, **context: Any) -> list[dict[str, 
     """
     found = []
     for (model, aux, system, activations), same in grouped(rows):
-        name = f"headline.{model}.{regime}.aux{aux:g}.{system}"
+        name = f"headline.{model}.{regime}.{aux:g}.{system}"
         name += "" if activations == MAIN else f".{activations}"
         quantities = {
             f"time_to_loss_over_{other}": _ratios(same, other) for other in AGAINST if other != system
