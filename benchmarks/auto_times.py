@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.experiments.cost import step_cost
+from lrmoe.experiments.cost import link_speed, step_cost
 from lrmoe.experiments.racers import turns
 from lrmoe.experiments.stage_inputs import Routed, Rows, StageSize, draw_weights
 from lrmoe.experiments.trajectory import RecordedTokens, Trajectory
@@ -248,7 +248,9 @@ class Times:
         for call in calls:
             lanes.setdefault(call.lane, {})[call.step, call.layer] = call
         balanced = lanes[Lane(activations=activations, drop=0.0, balanced=True).name].values()
-        link = sum(c.wire_bytes for c in balanced) / (sum(c.cpu_ms for c in balanced) / 1e3 / 2)
+        link = link_speed(list(balanced))
+        if link is None:
+            raise ValueError("calls: the balanced ones sent nothing, so there is no link speed")
         exact = lanes[Lane(activations=activations, drop=0.0).name]
         ratio = statistics.fmean(_ratio(call, link) for call in exact.values())
         over: dict[float, list[float]] = {}
