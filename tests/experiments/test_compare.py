@@ -101,18 +101,10 @@ def test_a_finished_comparison_is_not_overwritten_unasked(finished: tuple[Path, 
 
 
 @pytest.mark.distributed
-def test_a_comparison_that_cannot_start_leaves_no_folder_and_one_that_can_replaces(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "twice"
+def test_a_comparison_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--ep 3: 4 experts .* valid: 1, 2, 4"):
         compare(preset="demo", name="twice", ep=3, overrides=tiny(tmp_path))
-    assert not folder.exists()
-    folder.mkdir(parents=True)
-    (folder / "summary.json").write_text("old")
-    (folder / "notes.txt").write_text("mine")
-    overrides = [*tiny(tmp_path), "compare.max_steps=1"]
-    compare(preset="demo", name="twice", systems=["lrmoe"], overrides=overrides, overwrite=True)
-    assert read(folder)[0]["kind"] == "compare"
-    assert (folder / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "runs" / "twice").exists()
 
 
 @pytest.mark.distributed
@@ -223,19 +215,23 @@ def test_tables_of_every_system(everything: tuple[Path, int]) -> None:
 
 
 @pytest.mark.distributed
-def test_an_unreached_target_exits_with_1_and_prints_json(
+def test_an_unreached_target_exits_with_1_prints_json_and_replaces_what_was_there(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    folder = tmp_path / "runs" / "short"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text("old")
+    (folder / "notes.txt").write_text("mine")
+    options: dict[str, Any] = {"systems": ["lrmoe-topk20"], "target_loss": 0.1, "as_json": True}
     overrides = [*tiny(tmp_path), "compare.max_steps=2"]
-    assert (
-        compare(name="short", systems=["lrmoe-topk20"], target_loss=0.1, overrides=overrides, as_json=True)
-        == 1
-    )
+    assert compare(name="short", overrides=overrides, overwrite=True, **options) == 1
     out = capfd.readouterr().out
     found = {item["name"]: item["value"] for item in map(json.loads, out.splitlines())}
     assert found["compare.lrmoe-topk20.reached"] == 0
     assert found["compare.lrmoe-topk20.steps"] == 2
     assert not any("_over_" in name for name in found), "no ratio without a baseline that arrived"
+    assert read(folder)[0]["kind"] == "compare"
+    assert (folder / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
