@@ -124,8 +124,12 @@ def _entry(lines: list[dict[str, Any]], reached: bool) -> dict[str, Any]:
     }
 
 
-def train_run(folder: Path, steps: int = 30, *, rate: float = 0.1, kept: float = 0.7, every: int = 0) -> Path:
-    """A training run, with the keys that `train` writes; evaluated every `every` steps, 0 is never."""
+def train_run(
+    folder: Path, steps: int = 30, *, rate: float = 0.1, kept: float = 0.7, every: int = 0, check: int = 0
+) -> Path:
+    """A training run, with the keys that `train` writes; evaluated every `every` and its gradient checked every `check`
+    steps, 0 is never.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         {
@@ -145,6 +149,7 @@ def train_run(folder: Path, steps: int = 30, *, rate: float = 0.1, kept: float =
             "lrmoe/mem_stash_predicted_worst": 3.5 * MIB,
             "loads": loads(step),
             **({"eval_loss": 5.5 - rate * step} if every and step % every == 0 else {}),
+            **(_check(step, step // check) if check and step % check == 0 else {}),
         }
         for step in range(1, steps + 1)
     ]
@@ -166,6 +171,15 @@ def train_run(folder: Path, steps: int = 30, *, rate: float = 0.1, kept: float =
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "config.toml").write_text("[lrmoe]\nmax_drop = 0.3\n")
     return folder
+
+
+def _check(step: int, number: int) -> dict[str, Any]:
+    found = {
+        "check_cosine": 0.9 + 0.001 * step,
+        "check_relative_error": 0.4,
+        "check_layer": (number - 1) % LAYERS,
+    }
+    return {f"lrmoe/{name}": value for name, value in found.items()}
 
 
 def replay_run(folder: Path, names: tuple[str, ...] = ("megatron", "lrmoe")) -> Path:

@@ -38,12 +38,32 @@ pytestmark = [
 ]
 KINDS = (
     "compare", "train", "simulate", "replay", "plan", "sweep", "headline", "matrix", "ablate", "pair", "replays",
+    "grids",
 )  # fmt: skip
+CASES = [
+    row(model, seed, system, target)
+    for model in ("qwen", "glm")
+    for seed in (0, 1)
+    for system in SYSTEMS
+    for target in (0.1, 0.05)
+]
 MATRIX = [row("qwen", seed, system, 0.1) for seed in (0, 1) for system in SYSTEMS]
 # Per plot: its traces, and the marks that Plotly made of them.
 DRAWN = """[...document.querySelectorAll(".plot")].map((plot) => [
     plot.id, plot.data.length,
     plot.querySelectorAll(".js-line, .point path, .scatterlayer .points path, .heatmaplayer image").length])"""
+OPEN = "document.querySelectorAll('details.run, details.folded').forEach((part) => { part.open = true; })"
+ALL_DRAWN = "[...document.querySelectorAll('.plot')].every((plot) => plot.data)"
+# Tables that are wider than their container although cells may wrap on paper; tables whose first column scrolls away.
+CUT = """[...document.querySelectorAll('.scroll')].filter((part) => part.scrollWidth > part.clientWidth + 1)
+    .map((part) => part.ariaLabel)"""
+MOVED = """[...document.querySelectorAll('.scroll')].filter((part) => part.clientWidth).map((part) => {
+    part.scrollLeft = 1e6;
+    const first = part.querySelector('tbody th'), scrolled = part.scrollLeft > 1;
+    const at = first.getBoundingClientRect(), edge = part.getBoundingClientRect();
+    part.scrollLeft = 0;
+    return [part.ariaLabel, scrolled, Math.abs(at.left - edge.left), at.width / edge.width];
+}).filter(([, scrolled]) => scrolled)"""
 WIDTHS = "[...document.querySelectorAll('.plot .main-svg')].map((svg) => svg.clientWidth)"
 SMALL = """[...document.querySelectorAll("p, td, th, figcaption, summary")]
     .filter((element) => parseFloat(getComputedStyle(element).fontSize) < 12).length"""
@@ -69,7 +89,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     names = ("megatron", "symi", "lrmoe", "lrmoe-sampled50", "some/my_file.py:MyPolicy")
     runs: dict[str, list[Path]] = {
         "compare": [compare_run(root / "compared", names)],
-        "train": [train_run(root / "trained", every=10)],
+        "train": [train_run(root / "trained", every=10, check=5)],
         "simulate": [root / "sim"],
         "replay": [replay_run(root / "call")],
         "plan": [plan_lines(root / "plan.jsonl")],
@@ -78,6 +98,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "matrix": [_summary(root / "cells", matrix_summary(MATRIX))],
         "ablate": [_summary(root / "rules", ablate_summary({None: [0.1, 0.5], GOOD: [0.11, 0.53]}))],
         "pair": [compare_run(root / "one"), compare_run(root / "two")],
+        "grids": [_summary(root / f"grid{i}", matrix_summary(CASES)) for i in range(2)],
         "replays": [replay_run(root / "first"), replay_run(root / "second")],
     }
     return {
@@ -98,6 +119,8 @@ def test_every_plot_is_drawn_without_complaint_or_request_and_fits_a_phone(
 ) -> None:
     browser.media()
     browser.open(pages[kind])
+    browser.run(OPEN)
+    browser.wait(ALL_DRAWN)
     found: list[tuple[str, int, int]] = browser.run(DRAWN)
     assert found, "a page without plots"
     for name, traces, marks in found:
@@ -118,6 +141,57 @@ def test_every_plot_is_drawn_without_complaint_or_request_and_fits_a_phone(
             "the last column would need sideways scrolling"
         )
     assert browser.complaints() == []
+
+
+def test_what_is_closed_is_drawn_once_it_is_opened(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.media()
+    browser.open(pages["grids"])
+    inside = "document.querySelectorAll('details.run')[1].querySelector('.plot')"
+    assert not browser.run(f"Boolean({inside}.data)"), "closed at first"
+    tall = browser.run("document.documentElement.scrollHeight")
+    assert tall < 1500, "what both reached is on the first screens"
+    left, right = browser.run(
+        "[...document.querySelectorAll('.beside table')].map((table) => table.getBoundingClientRect())"
+        ".map((edges) => [edges.left, edges.top])"
+    )
+    assert left[1] == right[1]
+    assert left[0] < right[0]
+    browser.run("document.querySelectorAll('details.run')[1].open = true")
+    browser.wait(f"{inside}.data")
+    assert browser.run(f"{inside}.querySelector('.main-svg').clientWidth") > 600
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_wide_table_scrolls_beside_its_first_column(
+    browser: Browser, pages: dict[str, Path], width: int
+) -> None:
+    browser.media()
+    browser.open(pages["grids"], width=width, height=900, phone=width < 500)
+    browser.run(OPEN)
+    found: list[tuple[str, bool, float, float]] = browser.run(MOVED)
+    assert any("loss 0.1" in name for name, *_ in found), "a case's table does not fit"
+    for name, _, away, share in found:
+        assert away < 2, f"{name}: the first column scrolled away"
+        assert share < 0.5, f"{name}: the first column leaves no room"
+    assert browser.run("document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_paper_cuts_no_table_off(browser: Browser, pages: dict[str, Path], kind: str) -> None:
+    browser.media(kind="print")
+    browser.open(pages[kind], width=680)
+    browser.run("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    browser.wait(ALL_DRAWN)
+    assert browser.run(CUT) == []
+
+
+def test_rules_keep_their_order_on_a_phone(browser: Browser, pages: dict[str, Path]) -> None:
+    ticks = "[...document.querySelectorAll('#run0-ablate-memorise .ytick text')].map((t) => t.textContent)"
+    browser.media()
+    browser.open(pages["ablate"])
+    wide = browser.run(ticks)
+    browser.open(pages["ablate"], width=390, height=900, phone=True)
+    assert [text.replace(" ", "") for text in browser.run(ticks)] == [text.replace(" ", "") for text in wide]
 
 
 def test_words_of_a_wide_table_become_cards_on_a_phone(browser: Browser, pages: dict[str, Path]) -> None:

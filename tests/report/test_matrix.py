@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lrmoe.experiments.matrix_rows import ratios
-from lrmoe.report import html, matrix, matrix_plots
+from lrmoe.report import html, matrix, matrix_plots, sections
 from lrmoe.report.data import Run
 from lrmoe.report.figures import of_runs
 from lrmoe.report.load import load_run
@@ -169,15 +170,15 @@ def test_without_a_system_to_compare_with_and_without_a_target_times_stand_alone
     assert table.rows[2] == ("Mine", "4.000 s +- 25%")
     assert "Mine was fastest, 4.0 +- 1.0 s" in matrix.verdict(run)
     bars, scatter = matrix_plots.plots(run)
-    assert [trace["y"] for trace in bars.traces] == [[11.0], [8.5], [4.0]]
+    assert [trace["x"] for trace in bars.traces] == [[11.0], [8.5], [4.0]]
     assert scatter.traces[2]["x"] == [120, 121]
 
 
 def test_plots_hold_the_ratios_with_their_errors_and_every_seed(run: Run) -> None:
     bars, scatter = matrix_plots.plots(run)
     assert [trace["name"] for trace in bars.traces] == ["megatron", "Mine"], "the others' ratio is 1: a line"
-    assert bars.traces[1]["y"][0] == pytest.approx((5 / 8 + 3 / 9) / 2)
-    assert bars.traces[1]["error_y"]["array"][0] == pytest.approx(abs(5 / 8 - 3 / 9) / 2)
+    assert bars.traces[1]["x"][0] == pytest.approx((5 / 8 + 3 / 9) / 2)
+    assert bars.traces[1]["error_x"]["array"][0] == pytest.approx(abs(5 / 8 - 3 / 9) / 2)
     [mine] = [trace for trace in scatter.traces if trace["name"] == "Mine"]
     assert mine["x"][0] == pytest.approx(120 / 110)
     assert mine["y"][0] == pytest.approx(5 / 8)
@@ -187,7 +188,7 @@ def test_plots_hold_the_ratios_with_their_errors_and_every_seed(run: Run) -> Non
 
 def test_the_page_shows_them(run: Run) -> None:
     page = html.render([run])
-    for text in ("Time to loss", "Steps against time", "Every seed", "0.48 +- 0.15", "Fairness"):
+    for text in ("Time to loss", "Steps against time", "Every seed", "0.48&nbsp;+-&nbsp;0.15", "Fairness"):
         assert text in page
     assert "lrmoe compare" in page
     assert "lrmoe matrix" not in page, "no command is called so"
@@ -198,3 +199,35 @@ def test_its_figures_have_the_names_and_values_of_the_command(run: Run) -> None:
     assert ours == {found["name"]: found["value"] for found in figures(run.summary)}
     name = "compare.qwen.memorise.aux0.target0.05.megatron.time_to_loss_over_symi"
     assert ours[name] == pytest.approx((10 / 8 + 12 / 9) / 2)
+
+
+def test_many_parts_are_folded_and_what_the_systems_were_given_is_not(run: Run) -> None:
+    shown = sections.section(run, "run0")
+    assert [table.title for table in shown.further] == [
+        f"Fairness: what each system was given, {model}" for model in ("qwen", "glm")
+    ]
+    assert shown.folded == matrix.parts(run)
+    page = html.render([run])
+    assert page.count('<details class="folded">') == len(cases(run)) + 1
+    assert "<details open" not in page
+
+
+def test_few_parts_are_shown(tmp_path: Path) -> None:
+    rows = [row("qwen", seed, system, 0.1) for seed in (0, 1) for system in SYSTEMS]
+    shown = sections.section(loaded(tmp_path, summary(rows)), "run0")
+    assert not shown.folded
+    assert [table.title for table in shown.further][:2] == ["qwen, memorise, aux 0, loss 0.1", "Every seed"]
+
+
+def test_two_grids_stand_side_by_side_and_the_rest_is_closed(run: Run) -> None:
+    other = replace(run, name="other")
+    both, *alone = sections.sections_of([run, other])
+    assert both.beside is not None
+    assert [both.headline.rows, both.beside.rows] == [matrix.headline(run).rows] * 2
+    assert both.beside.title.startswith("other: MoE-layer time")
+    assert [table.title for table in both.folded] == ["Figures of both"]
+    assert [one.closed for one in alone] == [True, True]
+    page = html.render([run, other])
+    body = page.split("</style>")[1].split("<script")[0]
+    assert body.count('<details class="run">') == 2
+    assert body.index('class="beside"') < body.index('<details class="run">')

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import Run
-from lrmoe.report.plot import Plot, label, line
+from lrmoe.report.plot import Plot, label, upright
 from lrmoe.report.tables import Table, even, percent
 
 Row = Mapping[str, Any]
@@ -138,6 +138,8 @@ def _gaps(run: Run) -> Table:
 
 
 def _gap(gap: Row) -> tuple[str, str]:
+    if gap["gap_se"] is None:
+        return even(gap["gap"], 2), "-"
     return _signed(gap["gap"], gap["gap_se"], sign=""), "yes" if gap["resolved"] else "no"
 
 
@@ -174,7 +176,7 @@ def _plot(run: Run, regime: str) -> Plot | None:
                 "categoryorder": "array",
                 "categoryarray": [label(name) for name in names],
             },
-            "shapes": [{**line(0.0), "xref": "x", "yref": "paper", "x0": 0, "x1": 0, "y0": 0, "y1": 1}],
+            "shapes": [upright(0.0)],
         },
         table=Table(title=f"Loss by rule, {regime}", columns=("rule", "loss", "standard error"), rows=cells),
         height=130 + 34 * len(names) + (16 * len(names) if len(drops) > 1 else 0),

@@ -14,13 +14,13 @@ from typing import Any
 from lrmoe.report import bars
 from lrmoe.report.data import Run, SystemRun
 from lrmoe.report.names import readable, styles
-from lrmoe.report.plot import Plot, label, line
+from lrmoe.report.plot import Plot, label, upright, whiskers
 from lrmoe.report.tables import Table, even, number, percent, seconds, with_error
 
 _Line = Mapping[str, Any]
 _PARTS = re.compile(r"(?P<case>.+?)\.(?P<who>drop\d+(?:\.\d+)?|[^.]+\.stash|[^.]+)\.(?P<quantity>[^.]+)")
 _STASH = ".stash"
-_CASE = re.compile(r"(?P<model>.+)\.(?P<regime>[^.]+)\.aux(?P<aux>\d.*)")
+_CASE = re.compile(r"(?P<model>.+?)\.(?P<regime>[a-z][^.]*)\.(?:aux)?(?P<aux>\d.*)")
 _METHOD = (
     "Trajectories are trained once; layer times come from executing their recorded calls, systems interleaved, over a "
     "modelled link that is the same for all."
@@ -33,6 +33,14 @@ TITLES = {
     "least_time_over_symi": "least time / symi",
     "dloss": "loss difference",
     "dppl": "perplexity difference",
+}
+
+
+_MEANS = {
+    "layer_time_over_balanced": "MoE-layer time of a step over that of the same layer on balanced counts: what "
+    "imbalance costs, less what pruning saves.",
+    "least_time_over_symi": "The least that is possible with these steps and this kept share, over symi's time: a "
+    "balanced forward, and the kept share of a balanced backward.",
 }
 
 
@@ -100,13 +108,26 @@ def _table(title: str, first: str, found: Sequence[tuple[str, str, str, _Line]],
     return Table(title=title, columns=columns, rows=rows, note=note)
 
 
+def _one_case(table: Table) -> Table:
+    """The table with its case in the title, where it has only one."""
+    cases = {row[0] for row in table.rows}
+    if len(cases) > 1:
+        return table
+    return replace(
+        table,
+        title=f"{table.title}: {next(iter(cases))}",
+        columns=table.columns[1:],
+        rows=[row[1:] for row in table.rows],
+    )
+
+
 def tables(run: Run) -> list[Table]:
     """Time to loss over seeds and per seed, then the ablation where the file has it, then whatever else it has."""
     ours, ablation = _split(run, "headline"), _split(run, "ablate")
     note = "Ratios are the system's over the other's: below 1 is better. +-: standard error over seeds."
     main, stashed = _by_setting(ours)
-    made = [_table("Time to loss", "case", main, note)] if main else []
-    made += [_table("With stashed activations", "case", stashed, note)] if stashed else []
+    made = [_one_case(_table("Time to loss", "case", main, note))] if main else []
+    made += [_one_case(_table("With stashed activations", "case", stashed, note))] if stashed else []
     made += [_per_seed(run.summary["rows"])] if run.summary["rows"] else []
     if ablation:
         made.append(_table("Ablation", "rule", ablation, "Differences from nothing dropped, paired by seed."))
@@ -133,9 +154,9 @@ def _by_setting(
 def _per_seed(rows: Sequence[Mapping[str, Any]]) -> Table:
     body = [
         (
+            row["system"] + (f" ({_STASH[1:]})" if row.get("activations") == _STASH[1:] else ""),
             f"{row['model']}, aux {row['aux']:g}",
             str(row["seed"]),
-            row["system"] + (f" ({_STASH[1:]})" if row.get("activations") == _STASH[1:] else ""),
             number(row["steps"]),
             even(row["layer_ms"], 4),
             seconds(row["time_to_loss_s"]),
@@ -148,9 +169,9 @@ def _per_seed(rows: Sequence[Mapping[str, Any]]) -> Table:
         for row in rows
     ]
     columns = (
+        "system",
         "case",
         "seed",
-        "system",
         "steps",
         "layers ms",
         "time to loss",
@@ -197,15 +218,15 @@ def _ratio(
             "y": [label(case) for case in cases],
             "x": [values.get((case, system)) for case in cases],
             "marker": {"color": drawn[system][0]},
-            **_whiskers([errors.get((case, system)) for case in cases]),
+            **whiskers([errors.get((case, system)) for case in cases]),
         }
         for system in who
     ]
     rows = [(case, system, _written(figure)) for case, system, _, figure in found]
-    caption = "The system's over the other's: left of the dashed line is better."
+    caption = _MEANS.get(quantity, "The system's over the other's: left of the dashed line is better.")
     if any(error is not None for error in errors.values()):
         caption += " Whiskers: one standard error over seeds."
-    shapes = [{**line(0), "xref": "x", "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1}]
+    shapes = [upright(1.0)]
     if published and quantity == "time_to_loss_over_symi":
         least, most = 1 - max(published), 1 - min(published)
         band = {
@@ -235,13 +256,6 @@ def _ratio(
         table=Table(title=title, columns=("case", "system", "ratio"), rows=rows),
         height=130 + 24 * len(found) + 12 * len(cases),
     )
-
-
-def _whiskers(errors: Sequence[float | None]) -> dict[str, Any]:
-    """Standard errors of bars, where any is known."""
-    if all(error is None for error in errors):
-        return {}
-    return {"error_x": {"type": "data", "array": list(errors), "color": "var(--ink)", "thickness": 1.5}}
 
 
 def verdict(run: Run) -> str:

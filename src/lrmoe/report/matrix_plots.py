@@ -8,7 +8,7 @@ from typing import Any
 from lrmoe.report.data import Run
 from lrmoe.report.matrix_cases import called, cases, point
 from lrmoe.report.names import styles
-from lrmoe.report.plot import Plot, label, line
+from lrmoe.report.plot import Plot, label, upright, whiskers
 from lrmoe.report.tables import Table, number
 
 
@@ -26,9 +26,10 @@ def _bars(run: Run) -> Plot | None:
         points = [(case, *at) for case in found if (at := point(run, case, system)) is not None]
         if points:
             traces.append(
-                {"type": "bar", "name": label(names[system]), "marker": {"color": drawn[system][0]}}
-                | {"x": [label(case.name) for case, _, _ in points], "y": [mean for _, mean, _ in points]}
-                | {"error_y": {"type": "data", "array": [error or 0.0 for _, _, error in points]}}
+                {"type": "bar", "orientation": "h", "name": label(names[system])}
+                | {"y": [label(case.name) for case, _, _ in points], "x": [mean for _, mean, _ in points]}
+                | {"marker": {"color": drawn[system][0]}}
+                | whiskers([error for _, _, error in points])
             )
         rows += [
             (names[system], case.name, number(m, 4), "-" if e is None else number(e, 2))
@@ -37,9 +38,13 @@ def _bars(run: Run) -> Plot | None:
     if not traces:
         return None
     what = "MoE-layer time, s" if base is None else f"MoE-layer time / {names[base]}'s"
-    layout: dict[str, Any] = {"barmode": "group", "yaxis": {"title": label(what), "rangemode": "tozero"}}
+    layout: dict[str, Any] = {
+        "barmode": "group",
+        "xaxis": {"title": label(what), "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "showgrid": False},
+    }
     if base is not None:
-        layout["shapes"] = [line(1.0)]
+        layout["shapes"] = [upright(1.0)]
     columns = ("system", "case", what, "standard error")
     return Plot(
         name="time-to-loss",
@@ -50,6 +55,7 @@ def _bars(run: Run) -> Plot | None:
         traces=traces,
         layout=layout,
         table=Table(title=what, columns=columns, rows=rows),
+        height=130 + 24 * len(rows) + 12 * len(found),
     )
 
 

@@ -57,6 +57,18 @@ def line(y: float, xref: str = "paper", yref: str = "y") -> dict[str, Any]:
     return {"type": "line", "xref": xref, "yref": yref, "x0": 0, "x1": 1, "y0": y, "y1": y, "line": dash}
 
 
+def upright(x: float) -> dict[str, Any]:
+    """A dashed upright line at `x`."""
+    return {**line(0), "xref": "x", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1}
+
+
+def whiskers(errors: Sequence[float | None]) -> dict[str, Any]:
+    """Standard errors of horizontal bars, where any is known."""
+    if all(error is None for error in errors):
+        return {}
+    return {"error_x": {"type": "data", "array": list(errors), "color": "var(--ink)", "thickness": 1.5}}
+
+
 def note(y: float, text: str) -> dict[str, Any]:
     """Text at the left end of a line at height `y`."""
     place = {"xref": "paper", "yref": "y", "x": 0.01, "y": y, "xanchor": "left", "yanchor": "bottom"}

@@ -1,6 +1,7 @@
 "use strict";
 (() => {
   const root = document.documentElement;
+  const NARROW = 480; // pixels: a plot below is on a phone
   const described = JSON.parse(document.getElementById("plots").textContent);
   const resolve = (value, style) => {
     if (typeof value === "string") {
@@ -12,9 +13,10 @@
       return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, resolve(inner, style)]));
     return value;
   };
-  const axis = (given) => ({
+  const axis = (given, width) => ({
     gridcolor: "var(--rule)", linecolor: "var(--rule)", zerolinecolor: "var(--rule)", dividercolor: "var(--rule)", automargin: true,
     ...given, title: { text: given.title || "", standoff: 8 },
+    ...(given.categoryarray ? { categoryarray: width < NARROW ? broken(given.categoryarray) : given.categoryarray } : {}),
   });
   // Room above the axes for the legend, which wraps: two entries a line on a phone, or one where names are long.
   const legendRoom = (data, width, budget) => {
@@ -26,11 +28,11 @@
   const layout = (given, data, width) => {
     const axes = { xaxis: {}, yaxis: {} };
     for (const key of Object.keys(given)) if (/^[xy]axis\d*$/.test(key)) axes[key] = given[key];
-    for (const key of Object.keys(axes)) axes[key] = axis(axes[key]);
+    for (const key of Object.keys(axes)) axes[key] = axis(axes[key], width);
     const above = (given.annotations || []).some((note) => note.yref === "paper" && note.y === 1);
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: "system-ui, sans-serif", size: width < 480 ? 12 : 13, color: "var(--ink)" },
+      font: { family: "system-ui, sans-serif", size: width < NARROW ? 12 : 13, color: "var(--ink)" },
       margin: { l: 8, r: 12, t: legendRoom(data, width, above), b: 8 },
       legend: { orientation: "h", x: 0, y: 1, xanchor: "left", yanchor: "top", yref: "container", traceorder: "normal" },
       hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--rule)", font: { color: "var(--ink)" } },
@@ -45,13 +47,13 @@
     const at = places.reduce((best, place) => (Math.abs(place - text.length / 2) < Math.abs(best - text.length / 2) ? place : best));
     return `${text.slice(0, at)}<br>${text.slice(at)}`;
   };
-  const fitted = (data, width) => (width >= 480 ? data
+  const fitted = (data, width) => (width >= NARROW ? data
     : data.map((trace) => (trace.orientation === "h" ? { ...trace, y: broken(trace.y) } : trace)));
   const PAPER = 680; // pixels that fit a page of paper
   let paper = false;
   const drawn = (id) => {
     const plot = described[id], style = getComputedStyle(root), shown = document.getElementById(id);
-    if (!shown.clientWidth) return null; // within what is closed: drawn once it is open
+    if (shown.closest("details:not([open])")) return null; // drawn once it is open
     const width = paper ? Math.min(PAPER, shown.clientWidth) : shown.clientWidth;
     const given = layout(plot.layout, plot.data, width);
     shown.style.height = `${Number(shown.dataset.height) + Math.max(0, given.margin.t - 64)}px`;
