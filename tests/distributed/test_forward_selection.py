@@ -26,6 +26,8 @@ pytestmark = pytest.mark.distributed
 MODES = list(
     itertools.product(FORWARD_SCORES, ("topk", "sampled"), ("global", "local"), ("full", "retained"))
 )
+# Every pair of choices, the wire's among them, in a fifth of all.
+EITHER_WIRE = list(itertools.product(MODES, (False, "auto")))[::5]
 CASE = make_case(tokens=61, experts=8, top_k=3, hidden=8, width=6, seed=1, skew=1.5)
 SPLITS = {2: [[30, 31], [61, 0]], 4: [[0, 50, 3, 8], [16, 15, 15, 15]], 8: [[8] * 7 + [5]]}
 TALK = ("score", "select", "reroute")
@@ -62,8 +64,7 @@ def same(case: Case, config: LRMoEConfig, sizes: list[int], what: str, **kwargs:
 def crafted(first: int) -> list[int]:
     """Worker: every mode on either wire under plans of their own: pairs that move, parts, recompute, idle ranks."""
     moved, ranks = [], dist.get_world_size()
-    # A fifth of them still has every pair of choices.
-    chosen = list(itertools.product(MODES, (False, "auto")))[:: 1 if ranks < 8 else 5]
+    chosen = list(itertools.product(MODES, (False, "auto"))) if ranks < 8 else EITHER_WIRE
     for seed, (mode, lean) in enumerate(chosen, start=first):
         policy = Crafted(seed=seed, drop=DROPS[seed % 3])
         sizes = SPLITS[ranks][seed % len(SPLITS[ranks])]
@@ -101,7 +102,7 @@ def test_equals_the_pruned_reference_and_keeps_one_process_set(
 def in_parts() -> list[int]:
     """Worker: copies that kept pairs leave again, the backward in several parts."""
     chunks = []
-    for mode, lean, parts in itertools.product(MODES[::5], (False, "auto"), ((1, 3), (2, 5), (4, 1))):
+    for (mode, lean), parts in itertools.product(EITHER_WIRE, ((1, 3), (2, 5), (4, 1))):
         policy = InParts(policy=unpriced, forward=parts[0], backward=parts[1])
         config = config_of(mode, lean_wire=lean)
         record = same(CASE, config, even(CASE, 4), f"{mode}, {lean}, {parts}", policy=policy)
@@ -116,7 +117,7 @@ def test_a_call_in_parts(pool4: Pool) -> None:
 def checkpointed() -> bool:
     """Worker: both kinds of checkpointing give the bits of a plain call, and choose once."""
     sizes = even(CASE, dist.get_world_size())
-    for mode, lean, kind in itertools.product(MODES[::5], (False, "auto"), ("reentrant", "non-reentrant")):
+    for (mode, lean), kind in itertools.product(EITHER_WIRE, ("reentrant", "non-reentrant")):
         config = config_of(mode, lean_wire=lean)
         policy = Crafted(seed=MODES.index(mode), chunks=2)
         plain = both(CASE, config, sizes, policy=policy)[1]
