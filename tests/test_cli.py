@@ -355,15 +355,19 @@ def test_a_run_that_cannot_start_leaves_no_folder(run: Run, tmp_path: Path, over
 
 
 @pytest.mark.distributed
-def test_ep_starts_local_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lrmoe.cli", *small_run(tmp_path), "--ep", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stderr
-    figures = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {line["context"]["world_size"] for line in figures} == {2}
-    assert next(line["value"] for line in figures if line["name"] == "train.run.wire_bytes") > 0
-    assert "step 3/3" in done.stderr
-    assert "\x1b" not in done.stderr
+def test_ep_starts_local_processes_and_a_resumed_run_keeps_their_number(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lrmoe.cli", *small_run(tmp_path)]
+    first = [*command, "--ep", "2", "--set", "train.checkpoint_every=3"]
+    again = [*command, "--steps", "4", "--resume"]
+    for arguments, said in ((first, "step 3/3"), (again, "step 4/4")):
+        done = subprocess.run([*arguments, "--json"], capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 0, done.stderr
+        figures = [json.loads(line) for line in done.stdout.splitlines()]
+        assert {line["context"]["world_size"] for line in figures} == {2}
+        assert next(line["value"] for line in figures if line["name"] == "train.run.wire_bytes") > 0
+        assert said in done.stderr
+        assert "\x1b" not in done.stderr
+    assert "resumed from step 3" in done.stderr.splitlines()
 
 
 @pytest.mark.distributed
@@ -382,15 +386,3 @@ def test_an_error_in_the_processes_keeps_its_code(tmp_path: Path) -> None:
     assert "--ep 2: 3 experts cannot be spread evenly over 2 ranks; valid: 1, 3" in last
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.distributed
-def test_a_resumed_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lrmoe.cli", *small_run(tmp_path, 1)]
-    first = [*command, "--ep", "2", "--set", "train.checkpoint_every=1"]
-    again = [*command, "--steps", "2", "--resume", "--json"]
-    for arguments in (first, again):
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=90, check=False)
-        assert done.returncode == 0, done.stderr
-    assert "resumed from step 1" in done.stderr.splitlines()
-    assert {json.loads(line)["context"]["world_size"] for line in done.stdout.splitlines()} == {2}

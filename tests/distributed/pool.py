@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -168,6 +169,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, store_path: str, stack_
     stack = Path(stack_path).open("w")  # noqa: SIM115 - open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is no garbage: collections need not go through it
     store = dist.FileStore(store_path, world_size)
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
