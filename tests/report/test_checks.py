@@ -23,7 +23,7 @@ def test_checks_have_a_plot_and_a_row_each_of_cosine_and_error(tmp_path: Path) -
     assert (error["name"], error["y"]) == ("relative error", [0.4, 0.4, 0.4])
     assert plot.table.rows[1] == ("run", "20", "1", "0.9200", "0.400")
     assert "checks" in [found.name for found in sections.section(run, "run0").plots]
-    rows = dict(tables.headline(run).rows)
+    rows = {row[0]: row[1] for row in tables.headline(run).rows}
     assert rows["cosine to the exact gradient, mean of the checks"] == "0.9200"
     assert rows["relative error of the gradient, mean of the checks"] == "0.400"
 

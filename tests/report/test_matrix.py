@@ -188,7 +188,7 @@ def test_plots_hold_the_ratios_with_their_errors_and_every_seed(run: Run) -> Non
 
 def test_the_page_shows_them(run: Run) -> None:
     page = html.render([run])
-    for text in ("Time to loss", "Steps against time", "Every seed", "0.48&nbsp;+-&nbsp;0.15", "Fairness"):
+    for text in ("Time to loss", "Steps against time", "Every seed", "0.48 +- 0.15", "Fairness"):
         assert text in page
     assert "lrmoe compare" in page
     assert "lrmoe matrix" not in page, "no command is called so"

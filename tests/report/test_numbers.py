@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,5 +57,5 @@ def test_a_number_has_the_decimals_of_its_error(value: float, error: float | Non
 
 def test_a_number_and_its_unit_do_not_part_at_the_end_of_a_line(tmp_path: Path) -> None:
     page = render([load_run(compare_run(tmp_path / "run"))])
-    assert "&nbsp;s (" in page
-    assert "&nbsp;MiB" in page
+    assert re.search(r'<span class="whole">[0-9.]+ s</span> \(-', page)
+    assert re.search(r'<span class="whole">[0-9.]+ MiB</span>', page)

@@ -19,8 +19,8 @@ from lrmoe.report.words import verdict
 
 _BREAK = re.compile(r"(?<=[A-Za-z0-9])[_./](?=[A-Za-z_])")  # where the name of a figure may break on a phone
 _JOINED = re.compile(
-    r"(?<=\d) (?=(?:s|ms|[KMGT]?i?B)\b|\+-)|(?<=[s%B]) (?=\+-)|(?<=\+-) "
-)  # a number, its error and its unit
+    r"[-+]?\d[\d.,]*%?(?: (?:s|ms|[KMGT]?i?B)\b)?(?: \+- \d[\d.,e-]*%?)?"
+)  # a number, its unit, its error
 __all__ = ["check_installed", "render", "verdict", "write"]
 
 
@@ -45,7 +45,7 @@ def render(runs: Sequence[Run]) -> str:
     )
     sections = sections_of(runs)
     env.filters["breakable"] = lambda text: env.filters["safe"](_BREAK.sub(r"\g<0><wbr>", html.escape(text)))
-    env.filters["joined"] = lambda text: env.filters["safe"](_JOINED.sub("&nbsp;", html.escape(text)))
+    env.filters["joined"] = lambda text: env.filters["safe"](_JOINED.sub(_whole, html.escape(text)))
     # Markup is text of this package or escaped by _script_json; everything that a run names goes through autoescape.
     return str(
         env.from_string(_asset("report.html.j2")).render(
@@ -58,6 +58,10 @@ def render(runs: Sequence[Run]) -> str:
             plots_json=env.filters["safe"](_script_json(_drawn(sections))),
         )
     )
+
+
+def _whole(found: re.Match[str]) -> str:
+    return f'<span class="whole">{found[0]}</span>' if " " in found[0] else found[0]
 
 
 def write(runs: Sequence[Run], path: Path) -> Path:
