@@ -10,7 +10,7 @@ import torch
 
 from lrmoe.layer import selection
 from lrmoe.layer.randomness import UNIT, Key, uniform_rows
-from lrmoe.layer.selection import Candidates, choose, inclusion, measure, systematic
+from lrmoe.layer.selection import Candidates, choose, inclusion, systematic
 from tests.reference import inclusion as reference_inclusion
 
 
@@ -97,10 +97,6 @@ def test_experts_are_chosen_alike_however_many_are_looked_at_together(
     for rows, (choice, chance) in zip(tables, wanted, strict=True):
         found = choose("sampled", "lrm", rows)
         assert torch.equal(found.weight_M, choice.weight_M)
-        assert choice.chance_M is not None
-        assert found.chance_M is not None
-        assert torch.equal(found.chance_M, chance)
-        assert torch.equal(choice.chance_M, chance)
         assert torch.equal(inclusion(rows), chance)
 
 
@@ -109,20 +105,22 @@ def test_experts_are_chosen_alike_however_many_are_looked_at_together(
 def test_an_expert_alone_is_chosen_as_beside_others(
     sigma: float, broken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(selection, "_LARGE_ROWS", 2000)
     gen, counts = torch.Generator().manual_seed(5), [3000, 5, 0, 1500, 0, 40, 2000]
     score = torch.exp(sigma * torch.randn(sum(counts), generator=gen))
     score[torch.randperm(len(score), generator=gen)[:broken]] = torch.nan
     for quotas in ([300, 5, 0, 1499, 0, 7, 2000], [2999, 0, 0, 0, 0, 39, 5]):
         rows = candidates(score, counts, quotas, offset=UNIT // 3)
-        alone = choose("sampled", "lrm", rows)
+        alone = choose("sampled", "lrm", rows), inclusion(rows)
         with monkeypatch.context() as patch:
-            patch.setattr(selection, "_LARGE_ROWS", 2**60)
-            patch.setattr(selection, "_RUN_ROWS", 2**60)
-            together = choose("sampled", "lrm", rows)
-        assert torch.equal(alone.weight_M, together.weight_M)
-        assert alone.chance_M is not None
-        assert together.chance_M is not None
-        assert torch.equal(alone.chance_M, together.chance_M)
+            for name in ("_LARGE_ROWS", "_RUN_ROWS", "_EACH_ROWS"):
+                patch.setattr(selection, name, 2**60)
+            together = choose("sampled", "lrm", rows), inclusion(rows)
+        assert torch.equal(alone[0].weight_M, together[0].weight_M)
+        assert torch.equal(alone[1], together[1])
+        for name in ("energy", "dropped", "variance", "nonfinite"):
+            found, wanted = (float(getattr(choice.loss, name)) for choice in (alone[0], together[0]))
+            assert found == pytest.approx(wanted, rel=1e-9)
 
 
 def test_runs_leave_no_row_out_and_large_experts_come_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,30 +150,27 @@ def test_a_non_finite_score_does_not_flatten_the_finite_ones() -> None:
 def test_the_cost_of_a_choice() -> None:
     score = torch.tensor([3.0, 1.0, 2.0, float("nan")])
     rows = candidates(score, [4], [2])
-    top = measure(rows, choose("topk", "lrm", rows))
+    top = choose("topk", "lrm", rows).loss
     assert float(top.energy) == 14.0
     assert float(top.dropped) == 5.0  # NaN and 3 stay
     assert float(top.variance) == 0.0
     assert int(top.nonfinite) == 1
     finite = candidates(torch.tensor([3.0, 1.0, 2.0]), [3], [2])
-    chosen = measure(finite, choose("sampled", "lrm", finite))
+    chosen = choose("sampled", "lrm", finite).loss
     pi = reference_inclusion(finite.score_M, 2)
     assert float(chosen.variance) == pytest.approx(
         float(((1 / pi - 1) * finite.score_M.double() ** 2).sum()), rel=1e-3
     )
 
 
-@pytest.mark.parametrize("broken", [0, 1])
-def test_the_cost_of_many_rows_is_that_of_its_parts(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = random_table(2)
-    rows.score_M[:broken] = torch.inf
-    choice = choose("sampled", "lrm", rows)
-    whole = measure(rows, choice)
-    monkeypatch.setattr(selection, "_MEASURED_ROWS", 7)
-    parts = measure(rows, choice)
-    for name in ("energy", "dropped", "variance"):
-        assert float(getattr(parts, name)) == pytest.approx(float(getattr(whole, name)), rel=1e-12)
-    assert int(parts.nonfinite) == int(whole.nonfinite) == broken
+def test_a_choice_of_nothing_costs_nothing_and_one_of_everything_leaves_nothing_out() -> None:
+    none = choose("sampled", "lrm", candidates(torch.zeros(0), [0, 0], [0, 0]))
+    assert none.weight_M.shape == (0,)
+    assert float(none.loss.energy) == float(none.loss.variance) == 0
+    every = candidates(torch.rand(3000), [2000, 1000], [2000, 1000])
+    loss = choose("sampled", "lrm", every).loss
+    assert float(loss.dropped) == float(loss.variance) == 0
+    assert float(loss.energy) > 0
 
 
 def test_uniform_numbers_are_uniform_and_independent_between_experts() -> None:

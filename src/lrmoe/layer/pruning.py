@@ -19,12 +19,11 @@ from lrmoe.layer.routing import transposed
 from lrmoe.layer.scores import pair_scores
 from lrmoe.layer.selection import (
     Candidates,
-    Choice,
+    Loss,
     added_variance,
     choose,
     choose_within_share,
     inclusion,
-    measure,
 )
 from lrmoe.planning import LayerPlan, get_policy, split_quota
 from lrmoe.telemetry.record import OBSERVED
@@ -68,7 +67,7 @@ def _select_global(call: Call, score_N: Tensor) -> Tensor | None:
         _observe(call, rows, experts)
         return None
     choice = choose(call.config.estimator, call.config.score, rows)
-    _book(call, rows, choice)
+    _book(call, choice.loss)
     weight_M = transposed(choice.weight_M, cells_RL.T)
     call.open_call.sent("select", comm.sent_bytes(weight_M, receive_R))
     return comm.all_to_all(weight_M, receive_R, send_R)
@@ -85,7 +84,7 @@ def _select_local(call: Call, score_N: Tensor) -> Tensor:
     choice = choose_within_share(
         call.config.estimator, call.config.score, rows, _tensor(chance_E, score_N), _tensor(up_E, score_N)
     )
-    _book(call, rows, choice)
+    _book(call, choice.loss)
     return choice.weight_M
 
 
@@ -132,8 +131,8 @@ def _learn(call: Call, rows: Candidates) -> None:
     call.controller.learn(rows.score_M, rows.counts_L)
 
 
-def _book(call: Call, rows: Candidates, choice: Choice) -> None:
-    loss, pending = measure(rows, choice), call.open_call.pending
+def _book(call: Call, loss: Loss) -> None:
+    pending = call.open_call.pending
     pending.update(
         energy=loss.energy,
         energy_dropped=loss.dropped,

@@ -24,13 +24,13 @@ from lrmoe.layer.single import (
     SCORE_BITS,
     broken_rows,
     finite_scores,
-    inclusion_of_one,
-    sample_of_one,
+    inclusion_of_each,
+    sample_of_each,
 )
 
 _RUN_ROWS = 8192  # rows of the experts that a CPU looks at together: what lies between stays in its cache
-_LARGE_ROWS = 1024  # rows of an expert that a CPU looks at alone
-_MEASURED_ROWS = 16384  # rows that a CPU measures together
+_LARGE_ROWS = 4096  # rows of an expert that are a run alone
+_EACH_ROWS = 128  # rows an expert from which on a CPU is faster one expert after the other
 _UNREAD_ROUNDS = 4  # rounds between two looks at a device: one more than needed changes nothing
 
 
@@ -64,16 +64,26 @@ class Candidates:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Choice:
-    """The kept rows.
+class Loss:
+    """What a choice leaves out: fp64 scalars, sums over candidates of squared scores; int64 `nonfinite`.
 
     Attributes:
-        weight_M: fp32 (M,), factor of a kept row's gradient, 0 where the row is left out.
-        chance_M: int64 (M,) inclusion probabilities in units of 1/UNIT, or None where the choice was not random.
+        energy: of all. dropped: of what is left out. variance: added, the sum of (1/pi - 1) R, 0 where nothing is
+            random. nonfinite: candidates of non-finite score.
     """
 
+    energy: Tensor
+    dropped: Tensor
+    variance: Tensor
+    nonfinite: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """The kept rows: fp32 (M,), factor of a kept row's gradient, 0 where the row is left out; and what that costs."""
+
     weight_M: Tensor
-    chance_M: Tensor | None
+    loss: Loss
 
 
 def keep_top(rows: Candidates, *, uniform: bool = False) -> Choice:
@@ -89,7 +99,7 @@ def keep_top(rows: Candidates, *, uniform: bool = False) -> Choice:
     by_expert = by_score[torch.sort(expert[by_score], stable=True).indices]
     weight = torch.zeros_like(score, dtype=torch.float32)
     weight[by_expert] = (position < rows.quota_L[expert]).float()
-    return Choice(weight_M=weight, chance_M=None)
+    return Choice(weight_M=weight, loss=_loss([_costs(rows.score_M, weight > 0, None)]))
 
 
 def keep_sampled(rows: Candidates) -> Choice:
@@ -97,17 +107,22 @@ def keep_sampled(rows: Candidates) -> Choice:
 
     pi = min(1, c * score) with sum pi = q (Horvitz-Thompson weights make every gradient unbiased).
     """
-    chance, weight = torch.empty_like(rows.score_M, dtype=torch.int64), torch.empty_like(rows.score_M)
+    weight, costs = torch.empty_like(rows.score_M), [rows.score_M.new_zeros(4, dtype=torch.float64)]
     for part, at in _runs(rows):
-        pi = _inclusion(part)
-        kept = sample_of_one(pi, int(part.offset_L)) if _alone(part) else systematic(part, pi)
-        chance[at], weight[at] = pi, _weights(kept, pi)
-    return Choice(weight_M=weight, chance_M=chance)
+        chance = _inclusion(part)
+        kept = _sample(part, chance)
+        inverse = _inverse(chance)
+        costs.append(_costs(part.score_M, kept, inverse))
+        weight[at] = inverse.mul_(kept)
+    return Choice(weight_M=weight, loss=_loss(costs))
 
 
-def _weights(kept_M: Tensor, chance_M: Tensor) -> Tensor:
-    """1/pi of kept rows, 0 of others, fp32 (M,)."""
-    return _inverse(chance_M).mul_(kept_M).float()
+def _sample(rows: Candidates, chance_M: Tensor) -> Tensor:
+    """The sample of a run: bool, or 0 and 1 in fp64, (M,)."""
+    if not _one_by_one(rows):
+        return systematic(rows, chance_M)
+    kept_M = sample_of_each(chance_M.numpy(), rows.counts_L.tolist(), rows.offset_L.tolist())
+    return torch.from_numpy(kept_M)
 
 
 def _inverse(chance_M: Tensor) -> Tensor:
@@ -157,10 +172,10 @@ def _run_bounds(counts: list[int]) -> Iterator[tuple[int, int, int, int]]:
         yield first, len(counts), begin, end
 
 
-def _alone(rows: Candidates) -> bool:
-    """Whether these are the rows of one expert on a CPU."""
-    score_M = rows.score_M
-    return rows.counts_L.shape[0] == 1 and score_M.device.type == "cpu" and score_M.shape[0] < MOST_ROWS
+def _one_by_one(rows: Candidates) -> bool:
+    """Whether the experts of a run are chosen from one after the other, on a CPU."""
+    rows_M, experts = rows.score_M.shape[0], rows.counts_L.shape[0]
+    return rows.score_M.device.type == "cpu" and _EACH_ROWS * experts <= rows_M < MOST_ROWS
 
 
 def systematic(rows: Candidates, chance_M: Tensor) -> Tensor:
@@ -192,9 +207,10 @@ def inclusion(rows: Candidates) -> Tensor:
 
 
 def _inclusion(rows: Candidates) -> Tensor:
-    """The same of at least one row, all at once; of one expert on a CPU in fp64."""
-    if _alone(rows):
-        return inclusion_of_one(rows.score_M, int(rows.quota_L))
+    """The same of a run, int64, or whole numbers in fp64."""
+    if _one_by_one(rows):
+        chance_M = inclusion_of_each(rows.score_M.numpy(), rows.counts_L.tolist(), rows.quota_L.tolist())
+        return torch.from_numpy(chance_M)
     expert, quota = rows.expert_M, torch.minimum(rows.quota_L, rows.counts_L)
     size = _integer_scores(rows, expert)
     free = _uncertain(rows, expert, quota)
@@ -298,40 +314,35 @@ def choose_within_share(
     down = inclusion(replace(rows, quota_L=(share_up_L - 1).clamp(min=0))).double()
     f = chance_up_L[rows.expert_M]
     chance = torch.where(f > 0, f * up + (1 - f) * down, up)
-    units = chance.round().long()
-    return Choice(weight_M=_weights(kept, units), chance_M=units)
+    inverse = _inverse(chance.round().long())
+    costs = _costs(rows.score_M, kept, inverse)
+    return Choice(weight_M=inverse.mul_(kept).float(), loss=_loss([costs]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loss:
-    """What a choice leaves out: fp64 scalars, sums over candidates of squared scores; int64 `nonfinite`."""
+def _costs(score_M: Tensor, kept_M: Tensor, inverse_M: Tensor | None) -> Tensor:
+    """Energy, what is left out of it, added variance and non-finite scores of some rows, fp64 (4,).
 
-    energy: Tensor
-    dropped: Tensor
-    variance: Tensor
-    nonfinite: Tensor
-
-
-def measure(rows: Candidates, choice: Choice) -> Loss:
-    """Energy left out, and variance added: sum over all candidates of (1/pi - 1) R, 0 where nothing is random."""
-    some = _MEASURED_ROWS if rows.score_M.device.type == "cpu" else max(rows.score_M.shape[0], 1)
-    scores, weights = rows.score_M.split(some), choice.weight_M.split(some)
-    chances = itertools.repeat(None) if choice.chance_M is None else choice.chance_M.split(some)
-    parts = [_measure(*part) for part in zip(scores, weights, chances, strict=False)]
-    energy, dropped, variance, nonfinite = torch.stack(parts).sum(0).unbind()
-    return Loss(energy=energy, dropped=dropped, variance=variance, nonfinite=nonfinite.long())
-
-
-def _measure(score_M: Tensor, weight_M: Tensor, chance_M: Tensor | None) -> Tensor:
-    """Energy, what is left out of it, added variance and non-finite scores of some rows, fp64 (4,)."""
+    Args:
+        kept_M: bool or 0 and 1. inverse_M: 1/pi, fp64 (M,), where the choice was random.
+    """
     broken = broken_rows(score_M)
     energy = finite_scores(score_M, broken).double().square_()
+    dropped = torch.addcmul(energy, energy, kept_M.double(), value=-1)  # 0 of kept rows, exactly
     none = energy.new_zeros(())
-    dropped = weight_M.double().eq_(0).mul_(energy).sum()
-    variance = none if chance_M is None else added_variance(energy, chance_M)
-    return torch.stack([energy.sum(), dropped, variance, none if broken is None else broken.sum().double()])
+    variance = none if inverse_M is None else _variance(energy, inverse_M)
+    nonfinite = none if broken is None else broken.sum().double()
+    return torch.stack([energy.sum(), dropped.sum(), variance, nonfinite])
+
+
+def _loss(costs: list[Tensor]) -> Loss:
+    energy, dropped, variance, nonfinite = torch.stack(costs).sum(0).unbind()
+    return Loss(energy=energy, dropped=dropped.clamp(min=0), variance=variance, nonfinite=nonfinite.long())
 
 
 def added_variance(energy_M: Tensor, chance_M: Tensor) -> Tensor:
     """Sum of (1/pi - 1) R, fp64 scalar: exact for independent draws."""
-    return _inverse(chance_M).sub_(1).mul_(energy_M).sum()
+    return _variance(energy_M, _inverse(chance_M))
+
+
+def _variance(energy_M: Tensor, inverse_M: Tensor) -> Tensor:
+    return (inverse_M - 1).mul_(energy_M).sum()

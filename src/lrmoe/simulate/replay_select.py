@@ -19,7 +19,7 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.layer.randomness import Key
 from lrmoe.layer.routing import expert_order
 from lrmoe.layer.scores import pair_scores
-from lrmoe.layer.selection import Candidates, choose, measure
+from lrmoe.layer.selection import Candidates, choose
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import IntArray
 from lrmoe.simulate.replay_data import Data
@@ -101,7 +101,7 @@ def _choose(
         word_L=_tensor(key.words(experts).view(np.int64), received),
     )
     choice = choose(config.estimator, config.score, rows)
-    loss = measure(rows, choice)
+    loss = choice.loss
     weight_recv = torch.empty_like(choice.weight_M).index_copy_(0, row_M, choice.weight_M)
     return weight_recv, loss.energy, loss.dropped
 
