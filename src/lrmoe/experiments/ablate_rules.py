@@ -202,6 +202,10 @@ _PUBLISHED_SCORES = ("lrm", "grad_norm", "abs_grad", "alpha_grad", "alpha", "ran
 _SAMPLED = (Rule(drop=0.3), Rule(drop=0.5))
 _TOPK30 = Rule(estimator="topk", drop=0.3)
 _FORWARD = Rule(score="alpha_phi", select_in="forward", drop=0.3)
+_ROUTER_FULL = tuple(dataclasses.replace(rule, router_grad="full") for rule in _SAMPLED)
+_FORWARD_TOPK = tuple(
+    dataclasses.replace(rule, select_in="forward") for rule in _topk(("alpha", "alpha_phi"), 0.3)
+)
 _MEMORISE = Part(
     regime="memorise",
     seeds=tuple(range(8)),
@@ -219,7 +223,11 @@ PRESETS: Mapping[str, tuple[Part, ...]] = MappingProxyType(
         "published": (_MEMORISE,),
         "full": (
             _MEMORISE,
-            Part(regime="continued", seeds=tuple(range(6)), rules=(*_SAMPLED, _FORWARD, _TOPK30)),
+            Part(
+                regime="continued",
+                seeds=tuple(range(6)),
+                rules=(*_SAMPLED, *_ROUTER_FULL, _FORWARD, _TOPK30, *_FORWARD_TOPK),
+            ),
             Part(regime="scratch", seeds=tuple(range(8)), rules=(*_SAMPLED, _TOPK30)),
         ),
     }
