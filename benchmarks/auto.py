@@ -40,8 +40,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.experiments.regimes import START_STEPS, get_regime, regime_config, start_is_made, start_model
-from lrmoe.experiments.trajectory import Trajectory, TrajectoryJob, run_trajectory
+from lrmoe.experiments.trajectories.regimes import (
+    START_STEPS,
+    get_regime,
+    regime_config,
+    start_is_made,
+    start_model,
+)
+from lrmoe.experiments.trajectories.trajectory import Trajectory, TrajectoryJob, run_trajectory
 from lrmoe.experiments.workers import Job, run_jobs
 from lrmoe.experiments.workers_display import Display
 from lrmoe.planning.auto import NOISE_SHARE

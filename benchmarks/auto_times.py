@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.experiments.cost import link_speed, step_cost
-from lrmoe.experiments.racers import turns
-from lrmoe.experiments.stage_inputs import Routed, Rows, StageSize, draw_weights
-from lrmoe.experiments.trajectory import RecordedTokens, Trajectory
+from lrmoe.experiments.compare.cost import link_speed, step_cost
+from lrmoe.experiments.compare.racers import turns
+from lrmoe.experiments.stage.inputs import Routed, Rows, StageSize, draw_weights
+from lrmoe.experiments.trajectories.trajectory import RecordedTokens, Trajectory
 from lrmoe.layer import MoELayer, StepClock
 from lrmoe.statistics import averaged
 from lrmoe.telemetry import CallRecord, Telemetry

@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lrmoe.errors import LRMoEError
-from lrmoe.experiments.headline import run, to_stderr
-from lrmoe.experiments.headline_question import FULL, QUICK
-from lrmoe.experiments.headline_rows import PUBLISHED
+from lrmoe.experiments.headline.question import FULL, QUICK
+from lrmoe.experiments.headline.rows import PUBLISHED
+from lrmoe.experiments.headline.run import run, to_stderr
 
 
 def show(summary: dict[str, Any]) -> None:

@@ -34,13 +34,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lrmoe.experiments import stage_lines
-from lrmoe.experiments.headline_question import FULL, Headline
-from lrmoe.experiments.stage import Block, Step
-from lrmoe.experiments.stage_inputs import StageSize
-from lrmoe.experiments.stage_lines import Call
-from lrmoe.experiments.stage_rank import execute
-from lrmoe.experiments.trajectory import DONE
+from lrmoe.experiments.headline.question import FULL, Headline
+from lrmoe.experiments.stage import lines as stage_lines
+from lrmoe.experiments.stage.inputs import StageSize
+from lrmoe.experiments.stage.lines import Call
+from lrmoe.experiments.stage.rank import execute
+from lrmoe.experiments.stage.run import Block, Step
+from lrmoe.experiments.trajectories.trajectory import DONE
 from lrmoe.report.data import BASELINE
 from lrmoe.telemetry.figures import figure
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lrmoe.experiments.trajectory import Trajectory
+from lrmoe.experiments.trajectories.trajectory import Trajectory
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -22,9 +22,9 @@ from lrmoe.errors import (
     UnsupportedError,
     require_extra,
 )
-from lrmoe.experiments.config import CompareConfig
-from lrmoe.experiments.presets import PRESETS
-from lrmoe.experiments.systems import SYSTEMS
+from lrmoe.experiments.compare.config import CompareConfig
+from lrmoe.experiments.compare.presets import PRESETS
+from lrmoe.experiments.systems.registry import SYSTEMS
 from lrmoe.training.config import TrainConfig
 from tests.training.tiny import SHAPE, tiny_config
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import lrmoe
-from lrmoe.experiments.config import CompareConfig
+from lrmoe.experiments.compare.config import CompareConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

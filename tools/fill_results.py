@@ -19,7 +19,7 @@ from typing import Any
 import results_phases
 from results_plot import Bar, bars
 
-from lrmoe.experiments.stage_lines import MAIN
+from lrmoe.experiments.stage.lines import MAIN
 from lrmoe.statistics import standard_error
 
 ROOT = Path(__file__).resolve().parents[1]

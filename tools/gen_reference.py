@@ -20,7 +20,7 @@ import typer
 
 from lrmoe import config as config_module
 from lrmoe.config import LRMoEConfig
-from lrmoe.experiments.config import CompareConfig
+from lrmoe.experiments.compare.config import CompareConfig
 from lrmoe.planning.policies import INFO, get_policy
 from lrmoe.training import config as training_config
 

@@ -295,9 +295,9 @@ def compare(
     link_bytes_per_s (of the critical path), or else link_skip_steps and link_steps (of fixed ownership, which it is
     taken from).
     """
-    from lrmoe.experiments.commands import compare as run
+    from lrmoe.experiments.compare.command import compare as run
     from lrmoe.experiments.lists import names, numbers
-    from lrmoe.experiments.systems import ALL, SYSTEMS
+    from lrmoe.experiments.systems.registry import ALL, SYSTEMS
     from lrmoe.training.presets import PRESETS
 
     code = run(
@@ -386,7 +386,7 @@ def ablate(
     The start checkpoint is made once and kept in runs/cache. A run that was stopped goes on with the same command;
     finished training runs are not repeated, and more rules or seeds may be asked for.
     """
-    from lrmoe.experiments.ablate_command import ablate as run
+    from lrmoe.experiments.ablate.command import ablate as run
 
     grid = {
         "scores": scores,
@@ -700,7 +700,7 @@ def plan(
 
     Nothing runs and no GPU is needed. Every figure is marked modelled or calibrated. Exit code 3: nothing fits.
     """
-    from lrmoe.experiments.capacity_command import plan as run
+    from lrmoe.experiments.capacity.command import plan as run
 
     code = run(
         model=model,

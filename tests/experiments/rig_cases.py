@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm
-from lrmoe.experiments import rig
-from lrmoe.experiments.config import CompareConfig, Experiment
-from lrmoe.experiments.executor import Executor
-from lrmoe.experiments.fitted import fitted
-from lrmoe.experiments.recorder import Recorder
-from lrmoe.experiments.residence import change, synchronise
-from lrmoe.experiments.rig import builder
-from lrmoe.experiments.systems import get_system
+from lrmoe.experiments.compare import rig
+from lrmoe.experiments.compare.config import CompareConfig, Experiment
+from lrmoe.experiments.compare.executor import Executor
+from lrmoe.experiments.compare.rig import builder
+from lrmoe.experiments.systems.fitted import fitted
+from lrmoe.experiments.systems.registry import get_system
+from lrmoe.experiments.systems.residence import change, synchronise
+from lrmoe.experiments.trajectories.recorder import Recorder
 from lrmoe.integrations.transformers import watch_layers
 from lrmoe.layer import MoELayer, StepClock
 from lrmoe.planning import LayerPlan

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lrmoe.experiments import stage_rank
-from lrmoe.experiments.stage import Block, Step
-from lrmoe.experiments.stage_inputs import Routed, Rows, StageSize, draw_weights
-from lrmoe.experiments.stage_lanes import Actor
-from lrmoe.experiments.stage_lines import MAIN
-from lrmoe.experiments.trajectory import RecordedTokens
+from lrmoe.experiments.stage import rank as stage_rank
+from lrmoe.experiments.stage.inputs import Routed, Rows, StageSize, draw_weights
+from lrmoe.experiments.stage.lanes import Actor
+from lrmoe.experiments.stage.lines import MAIN
+from lrmoe.experiments.stage.run import Block, Step
+from lrmoe.experiments.trajectories.trajectory import RecordedTokens
 
 EXPERTS, SLOTS, ROWS, LENGTH, STEPS = 16, 2, 8, 16, 40
 

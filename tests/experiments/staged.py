@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lrmoe.experiments.stage_lines import MAIN, Call
+from lrmoe.experiments.stage.lines import MAIN, Call
 
 
 def call(**changes: object) -> Call:

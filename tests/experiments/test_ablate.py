@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from lrmoe.cli import app
 from lrmoe.errors import ConfigError
-from lrmoe.experiments import ablate_command
-from lrmoe.experiments.ablate_rows import between, cell_values, figures_of, rows_of
-from lrmoe.experiments.ablate_rules import PRESETS, Ablation, Cell, Part, Rule, rules_of
+from lrmoe.experiments.ablate import command as ablate_command
+from lrmoe.experiments.ablate.rows import between, cell_values, figures_of, rows_of
+from lrmoe.experiments.ablate.rules import PRESETS, Ablation, Cell, Part, Rule, rules_of
 from lrmoe.experiments.locks import locked
-from lrmoe.experiments.trajectory import Trajectory
+from lrmoe.experiments.trajectories.trajectory import Trajectory
 from lrmoe.report import ablate as report
 from lrmoe.report.data import Run
 

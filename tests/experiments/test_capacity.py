@@ -16,11 +16,11 @@ import pytest
 
 from lrmoe import cli
 from lrmoe.errors import ConfigError
-from lrmoe.experiments.capacity import largest_micro_batch, solve
-from lrmoe.experiments.capacity_advice import advise, tried
-from lrmoe.experiments.capacity_model import find_model, reserved_estimate
-from lrmoe.experiments.capacity_question import Question, question_calls, scale_counts
-from lrmoe.experiments.capacity_report import advice_lines, assumptions, memory_table
+from lrmoe.experiments.capacity.advice import advise, tried
+from lrmoe.experiments.capacity.answer import largest_micro_batch, solve
+from lrmoe.experiments.capacity.model import find_model, reserved_estimate
+from lrmoe.experiments.capacity.question import Question, question_calls, scale_counts
+from lrmoe.experiments.capacity.report import advice_lines, assumptions, memory_table
 from lrmoe.planning import Problem
 from lrmoe.planning.hardware import get_hardware
 from lrmoe.planning.model_memory import Training

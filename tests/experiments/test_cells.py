@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from lrmoe.errors import ConfigError
-from lrmoe.experiments import starting
-from lrmoe.experiments.cells import Cell, cells_of, named_model
-from lrmoe.experiments.commands import compare, tables_of
-from lrmoe.experiments.config import Experiment
+from lrmoe.experiments.compare import starting
+from lrmoe.experiments.compare.cells import Cell, cells_of, named_model
+from lrmoe.experiments.compare.command import compare, tables_of
+from lrmoe.experiments.compare.config import Experiment
+from lrmoe.experiments.compare.presets import PRESETS
+from lrmoe.experiments.compare.starting import started
 from lrmoe.experiments.lists import numbers
-from lrmoe.experiments.presets import PRESETS
-from lrmoe.experiments.regimes import REGIMES
-from lrmoe.experiments.starting import started
-from lrmoe.experiments.systems import get_system
+from lrmoe.experiments.systems.registry import get_system
+from lrmoe.experiments.trajectories.regimes import REGIMES
 from lrmoe.training.config import ModelConfig, TrainConfig
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError, LRMoEError
-from lrmoe.experiments.commands import compare
-from lrmoe.experiments.compare import _check_same_start, common_loss
-from lrmoe.experiments.cost import step_cost
-from lrmoe.experiments.figures import figures
-from lrmoe.experiments.lane import Lane
-from lrmoe.experiments.racers import turns
-from lrmoe.experiments.systems import SYSTEMS, get_system
+from lrmoe.experiments.compare.command import compare
+from lrmoe.experiments.compare.cost import step_cost
+from lrmoe.experiments.compare.figures import figures
+from lrmoe.experiments.compare.lane import Lane
+from lrmoe.experiments.compare.racers import turns
+from lrmoe.experiments.compare.run import _check_same_start, common_loss
+from lrmoe.experiments.systems.registry import SYSTEMS, get_system
 from lrmoe.report import tables
 from lrmoe.report.load import load_run
 from lrmoe.telemetry.traces import read_trace

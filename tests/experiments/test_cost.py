@@ -9,10 +9,10 @@ import pytest
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import RankError
-from lrmoe.experiments.cost import StepCost, link_speed, step_cost
-from lrmoe.experiments.lane import Lane
-from lrmoe.experiments.smoothing import LossWindow
-from lrmoe.experiments.systems import get_system
+from lrmoe.experiments.compare.cost import StepCost, link_speed, step_cost
+from lrmoe.experiments.compare.lane import Lane
+from lrmoe.experiments.systems.registry import get_system
+from lrmoe.experiments.trajectories.smoothing import LossWindow
 from lrmoe.telemetry import CallRecord, critical_path_ms
 from tests.experiments.records import record
 

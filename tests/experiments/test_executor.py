@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lrmoe.errors import InfeasibleError, LRMoEError
-from lrmoe.experiments.executor import Executor, differs_by
+from lrmoe.experiments.compare.executor import Executor, differs_by
 from lrmoe.layer import MoELayer
 from tests.distributed.pool import Pool
 from tests.experiments import rig_cases

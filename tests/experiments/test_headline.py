@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from lrmoe.experiments import headline as headline_module
-from lrmoe.experiments import stage_lines
-from lrmoe.experiments.headline import blocks_of, run
-from lrmoe.experiments.headline_jobs import EXACT, base_config
-from lrmoe.experiments.headline_question import FULL, JUDGED, QUICK, Headline
-from lrmoe.experiments.stage_inputs import StageSize
-from lrmoe.experiments.systems import SYSTEMS
-from lrmoe.experiments.virtual import ExecutionSize
+from lrmoe.experiments.headline import run as headline_module
+from lrmoe.experiments.headline.jobs import EXACT, base_config
+from lrmoe.experiments.headline.question import FULL, JUDGED, QUICK, Headline
+from lrmoe.experiments.headline.run import blocks_of, run
+from lrmoe.experiments.stage import lines as stage_lines
+from lrmoe.experiments.stage.inputs import StageSize
+from lrmoe.experiments.systems.registry import SYSTEMS
+from lrmoe.experiments.trajectories.virtual import ExecutionSize
 from lrmoe.report import headline as report
 from lrmoe.report.load import load_run
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lrmoe.experiments.headline_rows import Outcome, figures, rows_of
-from lrmoe.experiments.stage_lines import MAIN, STASH, Call
+from lrmoe.experiments.headline.rows import Outcome, figures, rows_of
+from lrmoe.experiments.stage.lines import MAIN, STASH, Call
 from tests.experiments.staged import call
 
 LINK = 600_000  # bytes/s of the calls that `balanced` makes

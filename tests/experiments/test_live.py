@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.experiments import live
-from lrmoe.experiments.cost import step_cost
-from lrmoe.experiments.lane import Lane
-from lrmoe.experiments.live import Place, Progress
-from lrmoe.experiments.systems import get_system
+from lrmoe.experiments.compare import live
+from lrmoe.experiments.compare.cost import step_cost
+from lrmoe.experiments.compare.lane import Lane
+from lrmoe.experiments.compare.live import Place, Progress
+from lrmoe.experiments.systems.registry import get_system
 from tests.experiments.records import record
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from lrmoe.errors import ConfigError, InfeasibleError, LRMoEError
-from lrmoe.experiments import matrix
-from lrmoe.experiments.commands import compare, tables_of
-from lrmoe.experiments.config import Experiment
+from lrmoe.experiments.compare import matrix
+from lrmoe.experiments.compare.command import compare, tables_of
+from lrmoe.experiments.compare.config import Experiment
+from lrmoe.experiments.compare.matrix_folder import make_room
+from lrmoe.experiments.compare.matrix_rows import COLUMNS
 from lrmoe.experiments.locks import locked
-from lrmoe.experiments.matrix_folder import make_room
-from lrmoe.experiments.matrix_rows import COLUMNS
 from lrmoe.report.load import load_run
 from lrmoe.report.matrix_figures import figures
 from lrmoe.training.launch import WorkerError

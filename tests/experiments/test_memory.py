@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.experiments.cost import step_cost
-from lrmoe.experiments.memory import memory_summary, model_memory
+from lrmoe.experiments.compare.cost import step_cost
+from lrmoe.experiments.compare.memory import memory_summary, model_memory
 from lrmoe.telemetry import CallRecord
 from tests.experiments.records import record
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lrmoe.errors import ConfigError
-from lrmoe.experiments import regimes
-from lrmoe.experiments.regimes import REGIMES, regime_config, start_model
+from lrmoe.experiments.trajectories import regimes
+from lrmoe.experiments.trajectories.regimes import REGIMES, regime_config, start_model
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
 from tests.training.tiny import tiny_config

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lrmoe.experiments.fitted import fitted
-from lrmoe.experiments.residence import Arrival, arrivals
-from lrmoe.experiments.systems import SYSTEMS
+from lrmoe.experiments.systems.fitted import fitted
+from lrmoe.experiments.systems.registry import SYSTEMS
+from lrmoe.experiments.systems.residence import Arrival, arrivals
 from lrmoe.planning import ExpertShape
 from lrmoe.planning.policies import LLEP, FasterMoE, Laer, UltraEP, get_policy
 from tests.distributed.pool import Pool

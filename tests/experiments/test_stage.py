@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from lrmoe.experiments import stage_lines
-from lrmoe.experiments.stage import Block, Stage, pending
-from lrmoe.experiments.stage_history import EveryStep
-from lrmoe.experiments.stage_inputs import Routed, Rows, StageSize
-from lrmoe.experiments.stage_lanes import reference_of, system_config
-from lrmoe.experiments.stage_lines import MAIN, STASH, UNCOUNTED, Call, link_of
-from lrmoe.experiments.systems import SYSTEMS, get_system
+from lrmoe.experiments.stage import lines as stage_lines
+from lrmoe.experiments.stage.history import EveryStep
+from lrmoe.experiments.stage.inputs import Routed, Rows, StageSize
+from lrmoe.experiments.stage.lanes import reference_of, system_config
+from lrmoe.experiments.stage.lines import MAIN, STASH, UNCOUNTED, Call, link_of
+from lrmoe.experiments.stage.run import Block, Stage, pending
+from lrmoe.experiments.systems.registry import SYSTEMS, get_system
 from lrmoe.layer.past import PastCalls
 from lrmoe.planning import Problem, Topology
 from lrmoe.planning.policies import get_policy

@@ -8,9 +8,9 @@ import pytest
 
 from lrmoe.config import POLICIES, LRMoEConfig
 from lrmoe.errors import ConfigError
-from lrmoe.experiments.config import CompareConfig, Experiment
-from lrmoe.experiments.presets import PRESETS, get_preset
-from lrmoe.experiments.systems import SYSTEMS, get_system, get_systems
+from lrmoe.experiments.compare.config import CompareConfig, Experiment
+from lrmoe.experiments.compare.presets import PRESETS, get_preset
+from lrmoe.experiments.systems.registry import SYSTEMS, get_system, get_systems
 from lrmoe.planning.policies import INFO
 from lrmoe.training.config import read_toml
 

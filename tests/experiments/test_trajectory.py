@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lrmoe.errors import ConfigError
-from lrmoe.experiments.trajectory import DONE, Trajectory, TrajectoryJob, run_trajectory
-from lrmoe.experiments.virtual import ExecutionSize
+from lrmoe.experiments.trajectories.trajectory import DONE, Trajectory, TrajectoryJob, run_trajectory
+from lrmoe.experiments.trajectories.virtual import ExecutionSize
 from lrmoe.training.loop import Trainer
 from tests.training.tiny import tiny_config
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lrmoe import LRMoEConfig
-from lrmoe.experiments.virtual import ExecutionSize, by_count, evenly, spread, widened
+from lrmoe.experiments.trajectories.virtual import ExecutionSize, by_count, evenly, spread, widened
 from lrmoe.layer import MoELayer
 from lrmoe.planning import Policy, Problem, Topology, get_policy
 from tests.distributed.pool import Pool

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lrmoe.experiments import replay_command, simulation
-from lrmoe.experiments.ablate_rows import figures_of
-from lrmoe.experiments.figures import QUANTITIES
-from lrmoe.experiments.figures import figures as compare_figures
+from lrmoe.experiments.ablate.rows import figures_of
+from lrmoe.experiments.compare.figures import QUANTITIES
+from lrmoe.experiments.compare.figures import figures as compare_figures
 from lrmoe.experiments.simulation import figures as simulate_figures
 from lrmoe.report import sections, tables
 from lrmoe.report.figures import ABLATE, COMPARE, REPLAY, SIMULATE, figures

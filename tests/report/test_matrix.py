@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lrmoe.experiments.matrix_rows import ratios
+from lrmoe.experiments.compare.matrix_rows import ratios
 from lrmoe.report import html, matrix, matrix_plots, sections
 from lrmoe.report.data import Run
 from lrmoe.report.figures import of_runs

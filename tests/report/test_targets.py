@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lrmoe.experiments.figures import figures
+from lrmoe.experiments.compare.figures import figures
 from lrmoe.report import tables
 from lrmoe.report.data import Run, SystemRun
 from lrmoe.report.targets import targets

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lrmoe.errors import ConfigError
-from lrmoe.experiments.ablate_command import ablate
-from lrmoe.experiments.commands import compare
+from lrmoe.experiments.ablate.command import ablate
+from lrmoe.experiments.compare.command import compare
 from lrmoe.experiments.simulation import simulate
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.folder import check_free

@@ -12,7 +12,7 @@ import torch
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError, PlanError
-from lrmoe.experiments.capacity_model import find_model
+from lrmoe.experiments.capacity.model import find_model
 from lrmoe.experiments.simulation import parse_options
 from lrmoe.planning.hardware import get_hardware
 from lrmoe.planning.memory import ExpertShape

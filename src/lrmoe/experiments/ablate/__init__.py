@@ -1,0 +1,1 @@
+"""What rules for the kept set cost in loss: `lrmoe ablate`."""

@@ -1,0 +1,1 @@
+"""Systems trained side by side to the same loss: `lrmoe compare`."""

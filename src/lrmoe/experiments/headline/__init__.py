@@ -1,0 +1,1 @@
+"""Time to the same loss from trajectories and the stage: `make headline`."""

@@ -1,0 +1,1 @@
+"""Recorded calls executed by all systems on several ranks, call by call in turn."""
