@@ -83,7 +83,7 @@ def test_an_earlier_replay_is_replaced_and_nothing_else(capsys: pytest.CaptureFi
     run(capsys)
     run(capsys)
     Path("runs/replay/summary.json").write_text('{"kind": "simulate"}')
-    with pytest.raises(ConfigError, match="earlier run"):
+    with pytest.raises(ConfigError, match="holds a run of `lrmoe simulate`"):
         run_replay(**SMALL)
 
 

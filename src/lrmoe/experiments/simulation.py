@@ -98,7 +98,7 @@ def simulate(
         top_k, tokens, steps, skip, max_drop, seed, model, hardware: None takes the defaults of Settings.
         slots: weight slots per rank beyond the home experts. budget: bytes per rank and call, or a size.
         name: of the run's folder; None takes the preset's name or "simulate", and replaces an earlier simulation.
-        overwrite: replace an earlier run of that name, of any kind; never its checkpoints.
+        overwrite: replace an earlier run of that name (see `training.kinds`); never its checkpoints.
         as_json: figures to stdout, one JSON object a line; tables to stderr.
 
     Returns:
