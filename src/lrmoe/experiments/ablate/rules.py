@@ -204,7 +204,9 @@ _TOPK30 = Rule(estimator="topk", drop=0.3)
 _FORWARD = Rule(score="alpha_phi", select_in="forward", drop=0.3)
 _ROUTER_FULL = tuple(dataclasses.replace(rule, router_grad="full") for rule in _SAMPLED)
 _FORWARD_TOPK = tuple(
-    dataclasses.replace(rule, select_in="forward") for rule in _topk(("alpha", "alpha_phi"), 0.3)
+    dataclasses.replace(rule, select_in="forward", router_grad=grad)
+    for rule in _topk(("alpha", "alpha_phi"), 0.3)
+    for grad in ("full", "retained")
 )
 _MEMORISE = Part(
     regime="memorise",
