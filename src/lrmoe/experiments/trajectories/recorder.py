@@ -135,6 +135,8 @@ class Recorder:
         """
         closed = [call for call in (made.closed() for made in self._calls) if call is not None]
         asked = {made.layer.layer for made in self._calls}
+        for made in self._calls:
+            made.tensors.clear()  # a tap's node holds the call, the call its output, the output's graph the node
         self._calls.clear()
         closed.sort(key=lambda call: call.layer.layer)
         if [call.layer.layer for call in closed] != sorted(asked):
