@@ -144,6 +144,34 @@ def test_a_malformed_count_is_refused_and_changes_nothing(name: str, value: obje
     assert controller.state_dict() == before
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda state: state["own"].pop("calls"),
+            r"state of layer 0: own\.calls=None: must be an integer >= 0",
+        ),
+        (lambda state: state["own"].update(predicted="much"), r"own\.predicted='much': must be a number"),
+        (lambda state: state["own"].update(booked=[1.0]), r"own\.booked is \(1,\): must be two numbers"),
+        (lambda state: state["own"].update(booked={"a": 1}), r"own\.booked=\{'a': 1\}: must be a list"),
+        (lambda state: state.update(own=[1]), r"own=\[1\]: must be a table"),
+        (lambda state: state.update(score_sums=[["x"]]), r"score_sums: must be lists of numbers"),
+        (lambda state: state.update(score_sums=[[1.0]]), r"score_sums is \(1, 1\)"),
+    ],
+)
+def test_malformed_scores_are_refused_by_their_key_and_change_nothing(
+    damage: Callable[[Any], Any], message: str
+) -> None:
+    controller = Controller(config=pruning(**GOVERNED), experts=4, layer=0, clock=StepClock(), ranks=1)
+    before = controller.state_dict()
+    other = {**copy.deepcopy(before), "step": 7, "score_sums": [[1.0] * COLUMNS] * 4}
+    other["own"]["calls"] = 3
+    damage(other)
+    with pytest.raises(ConfigError, match=message):
+        controller.load_state_dict(other)
+    assert controller.state_dict() == before
+
+
 def test_a_state_without_one_of_the_parts_begins_that_part_anew() -> None:
     told = DropControl(pruning(max_added_variance=0.1))
     told.variance.debt = 0.25

@@ -17,6 +17,7 @@ from lrmoe.layer.learned import Learned
 from lrmoe.layer.randomness import Key
 from lrmoe.planning import Topology
 from lrmoe.planning.problem import FloatArray
+from lrmoe.planning.restore import value_of
 from lrmoe.planning.score_bins import COLUMNS, ScoreHistory
 
 _PATIENCE = 64  # training calls of one layer in what should be one optimizer step
@@ -196,16 +197,10 @@ class Controller:
             raise ConfigError(f"state of layer {self.layer} lacks {', '.join(missing)}")
         drops = state.get("drops", {})
         try:
-            counts = [_count(name, state[name]) for name in ("step", "calls_in_step", "calls")]
+            counts = [value_of(int, state[name], name) for name in ("step", "calls_in_step", "calls")]
             self.drops.checked(drops)
             self.learned.load(state)
         except ConfigError as error:
             raise ConfigError(f"state of layer {self.layer}: {error}") from error
         self.drops.load(drops)
         self._step, self._calls_in_step, self._calls = counts
-
-
-def _count(name: str, value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ConfigError(f"{name}={value!r}: must be an integer >= 0")
-    return value

@@ -11,13 +11,15 @@ Shape letters: X experts that this rank sums for, F columns (planning.score_bins
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lrmoe.errors import ConfigError
-from lrmoe.layer.single import broken_rows, finite_scores
+from lrmoe.layer.scores import broken_rows, finite_scores
+from lrmoe.planning.restore import value_of
 from lrmoe.planning.score_bins import BINS, COLUMNS, LOWEST
 
 _DECAY = 0.9  # of the sums over past pairs, at each call that has pairs of the expert
@@ -147,25 +149,52 @@ class Learned:
         what other ranks than these left unsent is forgotten.
 
         Raises:
-            ConfigError: the state is of another number of experts; nothing is changed then.
+            ConfigError: a field is of another type, or the state of another number of experts; nothing is changed then.
         """
-        same = state.get("own", {}).get("ranks") == self.ranks
-        rows = state.get("score_sums", [])
-        if self._own:
-            rows = state["own"].get("score_sums", []) if same else []
-        if "score_sums" not in state and not self._own:
-            rows = [[float(m > 0), m, m * m] + [0.0] * (2 * BINS) for m in state["score_mean"]]
-        fresh = torch.zeros_like(self.sums_XF, device="cpu")
-        if rows and self.sums_XF.numel():
-            found = torch.tensor(rows, dtype=torch.float64, device="cpu")
-            if found.shape != fresh.shape:
-                raise ConfigError(
-                    f"score_sums is {tuple(found.shape)}: (experts, columns) on this rank are {tuple(fresh.shape)}"
-                )
-            fresh = found
-        self.sums_XF = fresh
+        own = state.get("own", {})
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"own={own!r}: must be a table")
+        same = own.get("ranks") == self.ranks
+        unsent = _unsent(own) if same else None
+        self.sums_XF = self._sums_of(state, own if same else {})
         self.sent()
-        if same:
-            own = state["own"]
-            self.calls, self.predicted = int(own["calls"]), own["predicted"]
-            self.booked_2 = torch.tensor(own["booked"], dtype=torch.float64, device="cpu")
+        if unsent is not None:
+            self.calls, self.predicted, self.booked_2 = unsent
+
+    def _sums_of(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> Tensor:
+        """Sums that a state holds for this rank, fp64 (X, COLUMNS); zeros where it holds none."""
+        fresh = torch.zeros_like(self.sums_XF, device="cpu")
+        if not self._own and "score_sums" not in state:
+            mean_X = _numbers(state["score_mean"], "score_mean")
+            known = torch.stack([(mean_X > 0).double(), mean_X, mean_X * mean_X], dim=-1)
+            found = torch.cat([known, known.new_zeros(*mean_X.shape, 2 * BINS)], dim=-1)
+        else:
+            found = _numbers((own if self._own else state).get("score_sums", []), "score_sums")
+        if not found.numel() or not fresh.numel():
+            return fresh
+        if found.shape != fresh.shape:
+            raise ConfigError(
+                f"score_sums is {tuple(found.shape)}: (experts, columns) on this rank are {tuple(fresh.shape)}"
+            )
+        return found
+
+
+def _unsent(own: Mapping[str, Any]) -> tuple[int, float | None, Tensor]:
+    """What a rank had booked and not sent: calls, prediction, added variance and energy."""
+    calls, predicted = value_of(int, own.get("calls"), "own.calls"), own.get("predicted")
+    if predicted is not None:
+        predicted = value_of(float, predicted, "own.predicted")
+    booked = _numbers(own.get("booked"), "own.booked")
+    if booked.shape != (2,):
+        raise ConfigError(f"own.booked is {tuple(booked.shape)}: must be two numbers")
+    return calls, predicted, booked
+
+
+def _numbers(value: Any, where: str) -> Tensor:
+    """A list of numbers, or of as long lists of them, in fp64."""
+    try:
+        if isinstance(value, list):
+            return torch.tensor(value, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: must be lists of numbers: {error}") from error
+    raise ConfigError(f"{where}={value!r}: must be a list of numbers")

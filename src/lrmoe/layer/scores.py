@@ -7,6 +7,8 @@ and holds for row norms between about 1e-18 and 1e18, where the square would lea
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,3 +48,15 @@ def pair_scores(
 def _given(phi_norm_N: Tensor | None) -> Tensor:
     assert phi_norm_N is not None, "the forward keeps projection-input norms for this score"
     return phi_norm_N
+
+
+def broken_rows(score_M: Tensor) -> Tensor | None:
+    """Rows of non-finite score, bool (M,), or None where the scores' sum, which only a CPU is asked for, is finite."""
+    if score_M.device.type == "cpu" and math.isfinite(float(score_M.sum())):
+        return None
+    return score_M.isfinite().logical_not_()
+
+
+def finite_scores(score_M: Tensor, broken_M: Tensor | None) -> Tensor:
+    """The scores, 0 where they are not finite."""
+    return score_M if broken_M is None else score_M.nan_to_num(0.0, 0.0, 0.0)

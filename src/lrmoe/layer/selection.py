@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from lrmoe.layer.randomness import UNIT, UNIT_BITS, uniform_rows
+from lrmoe.layer.scores import broken_rows, finite_scores
 from lrmoe.layer.single import (
     BROKEN,
     FLOOR,
     MOST_ROWS,
     SCORE_BITS,
-    broken_rows,
-    finite_scores,
     inclusion_of_each,
     sample_of_each,
 )

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lrmoe.layer.randomness import UNIT, UNIT_BITS
 from lrmoe.planning.problem import FloatArray
@@ -121,15 +120,3 @@ def _fixed_point(size_M: FloatArray, chance_M: FloatArray, free_quota: int) -> F
     np.minimum(units, UNIT, out=units)
     units[certain] = UNIT
     return units
-
-
-def broken_rows(score_M: Tensor) -> Tensor | None:
-    """Rows of non-finite score, bool (M,), or None where the scores' sum, which only a CPU is asked for, is finite."""
-    if score_M.device.type == "cpu" and math.isfinite(float(score_M.sum())):
-        return None
-    return score_M.isfinite().logical_not_()
-
-
-def finite_scores(score_M: Tensor, broken_M: Tensor | None) -> Tensor:
-    """The scores, 0 where they are not finite."""
-    return score_M if broken_M is None else score_M.nan_to_num(0.0, 0.0, 0.0)

@@ -30,11 +30,15 @@ def checked(part: DataclassInstance, state: Any, *, but: str, where: str) -> dic
     missing = [name for name in names if name not in state]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
-    return {name: _value(type(getattr(part, name)), state[name], f"{where}.{name}") for name in names}
+    return {name: value_of(type(getattr(part, name)), state[name], f"{where}.{name}") for name in names}
 
 
-def _value(kind: type, value: Any, where: str) -> Any:
-    """`value` as that type; a whole float may come back from JSON as an integer."""
+def value_of(kind: type, value: Any, where: str) -> Any:
+    """`value` as that type; a whole float may come back from JSON as an integer.
+
+    Raises:
+        ConfigError: it is of another type, or a negative integer; `where` names it.
+    """
     valid = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if isinstance(value, bool) != (kind is bool) or not valid or (kind is int and value < 0):
         raise ConfigError(f"{where}={value!r}: must be {_WORDS[kind]}")
