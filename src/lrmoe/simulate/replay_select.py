@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.layer.randomness import Key
-from lrmoe.layer.routing import expert_order
+from lrmoe.layer.randomness import Key, offsets_of
+from lrmoe.layer.routing import transposed
 from lrmoe.layer.scores import pair_scores
 from lrmoe.layer.selection import Candidates, choose
 from lrmoe.planning.plan import LayerPlan
@@ -91,19 +91,17 @@ def _choose(
     """A home's part: weights in received order, energy of its scores, and what of it is left out."""
     local = plan.topology.experts_per_rank
     experts = np.arange(home * local, (home + 1) * local)
-    key = Key(seed=config.seed, layer=0, step=config.warmup_steps, micro_batch=0)
-    row_M = _tensor(expert_order(counts_RE[:, experts]), received)
+    cells_RL = counts_RE[:, experts]
+    words = Key(seed=config.seed, layer=0, step=config.warmup_steps, micro_batch=0).words(experts)
     rows = Candidates(
-        score_M=received[row_M],
+        score_M=transposed(received, cells_RL),
         counts_L=_tensor(plan.counts_E[experts], received),
         quota_L=_tensor(plan.quota_E[experts], received),
-        offset_L=_tensor(key.offsets(experts), received),
-        word_L=_tensor(key.words(experts).view(np.int64), received),
+        offset_L=_tensor(offsets_of(words), received),
+        word_L=_tensor(words.view(np.int64), received),
     )
     choice = choose(config.estimator, config.score, rows)
-    loss = choice.loss
-    weight_recv = torch.empty_like(choice.weight_M).index_copy_(0, row_M, choice.weight_M)
-    return weight_recv, loss.energy, loss.dropped
+    return transposed(choice.weight_M, cells_RL.T), choice.loss.energy, choice.loss.dropped
 
 
 def _tensor(array: IntArray, like: Tensor) -> Tensor:
