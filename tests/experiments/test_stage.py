@@ -193,14 +193,16 @@ def test_a_system_may_take_part_seldom_and_with_other_activations_beside(tmp_pat
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_activations_are_those_of_the_block(pool4: Pool) -> None:
-    held: dict[str, list[int]] = {}
+    held: dict[str, list[tuple[str, int]]] = {}
     for activations in (MAIN, STASH):
         calls: list[Call] = pool4.run(
             stage_cases.played, ("megatron", "lrmoe-sampled50"), (10,), None, activations, limit_s=LIMIT_S
         )[0]
         assert {c.activations for c in calls} == {activations}
-        held[activations] = [c.buffer_bytes for c in calls]
-    assert held[MAIN] != held[STASH]  # of a single call they may agree: measured bytes know what ran before
+        held[activations] = [(c.system, c.buffer_bytes) for c in calls]
+    for (system, ours), (_, theirs) in zip(held[MAIN], held[STASH], strict=True):
+        # Of the pruned reference both hold 63 KB, and measured bytes differ by some 100 from run to run.
+        assert system == "balanced:lrmoe-sampled50" or abs(ours - theirs) > 0.04 * ours
     settings = {name: system_config(get_system("symi"), 0, name).activations for name in (MAIN, STASH)}
     assert settings == {"recompute": "recompute", "stash": "stash"}
 

@@ -155,7 +155,7 @@ class Ablation:
 class Cell:
     """One run of an ablation: a rule, or None for nothing dropped, with one seed in one regime.
 
-    A comparison has cells of its own (cells.py), each several systems beside each other.
+    A comparison has cells of its own (compare/cells.py), each several systems beside each other.
     """
 
     regime: str
