@@ -13,7 +13,7 @@ headline.<model>.<regime>.<aux>.<system>.{time_to_loss_over_symi, time_to_loss_o
 layer_time_over_balanced, least_time_over_symi, dloss, steps} (<system>.stash: with activations kept), headline.json,
 rows.csv. tools/fill_results.py makes docs/results.md of them.
 
-Expected duration on 2 quiet cores: 75 to 85 minutes; --quick 6 to 8.
+Expected duration on 2 quiet cores: 85 to 90 minutes; --quick 4 to 6.
 """
 
 from __future__ import annotations

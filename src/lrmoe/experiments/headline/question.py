@@ -15,7 +15,7 @@ from lrmoe.experiments.trajectories.regimes import get_regime
 JUDGED = ("megatron", "symi", "ultraep", "lrmoe", "lrmoe-sampled50", "lrmoe-topk20")
 OTHERS = tuple(name for name in SYSTEMS if name not in JUDGED)
 # Executed steps between two of what is told beside the judged systems: the whole is to end within 90 minutes.
-SELDOM, STASHED = 3, 2
+SELDOM = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Headline:
         folder: of everything it leaves. models, auxes, seeds: all combinations.
         systems: in every combination. others: exact systems, in the first combination of each model only, at every
             third executed step. stashed: systems that run with stashed activations too, in the first combination of
-            each model, at every second one.
+            each model, as seldom.
         regime: how trajectories are trained. target_loss, steps: instead of the regime's.
         size: of executed layers.
         ablated_seeds: of the ablation beside it; none: no ablation.

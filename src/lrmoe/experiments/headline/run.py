@@ -21,7 +21,7 @@ from lrmoe.experiments.ablate.rules import Ablation, get_preset, with_seeds
 from lrmoe.experiments.ablate.run import ablate
 from lrmoe.experiments.compare.cost import LINK_RULE
 from lrmoe.experiments.headline.jobs import EXACT, Task
-from lrmoe.experiments.headline.question import SELDOM, STASHED, Headline, is_exact
+from lrmoe.experiments.headline.question import SELDOM, Headline, is_exact
 from lrmoe.experiments.headline.rows import PUBLISHED, Outcome, Row, figures, rows_of
 from lrmoe.experiments.stage import lines as stage_lines
 from lrmoe.experiments.stage import run as stage
@@ -158,7 +158,7 @@ def _stashed(block: Block, systems: Sequence[str]) -> Block:
         folders={name: block.folders[name] for name in systems},
         last_step={name: block.last_step[name] for name in systems},
         activations=STASH,
-        stride=dict.fromkeys(systems, STASHED),
+        stride=dict.fromkeys(systems, SELDOM),
     )
 
 
