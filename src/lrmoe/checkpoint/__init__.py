@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from lrmoe.checkpoint.agree import agreed, gathered
+from lrmoe.checkpoint.agree import agreed, all_true, gathered
+from lrmoe.checkpoint.background import BackgroundSaver
 from lrmoe.checkpoint.load import Checkpoint, find_steps, open_checkpoint, open_latest
 from lrmoe.checkpoint.manifest import Manifest, folder_of, verify
 from lrmoe.checkpoint.save import Content, ExpertTensor, save
 
 __all__ = [
+    "BackgroundSaver",
     "Checkpoint",
     "Content",
     "ExpertTensor",
     "Manifest",
     "agreed",
+    "all_true",
     "find_steps",
     "folder_of",
     "gathered",

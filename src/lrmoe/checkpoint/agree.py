@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 import lrmoe.errors
@@ -56,6 +57,16 @@ def agreed(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     results: list[T] = []
     gathered(group, lambda: results.append(action()))
     return results[0]
+
+
+def all_true(group: dist.ProcessGroup | None, value: bool) -> bool:
+    """Whether `value` holds on every rank of the group: one all-reduce of one number."""
+    if size_of(group) == 1:
+        return value
+    device = "cpu" if "gloo" in dist.get_backend_config(group) else "cuda"
+    flag = torch.tensor(int(value), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())
 
 
 def _error(rank: int, name: str, message: str) -> LRMoEError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from lrmoe.checkpoint.manifest import (
 from lrmoe.errors import CheckpointError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 UNFINISHED = ".partial-*", ".replaced-*", ".removed-*"  # a run that is killed may leave them
 
 
@@ -66,6 +68,81 @@ def expert_key(key: str, expert: int) -> str:
     return f"{key}/expert/{expert}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A checkpoint that is being written: where, by whom, and what goes when it is there.
+
+    Attributes:
+        root, step: it will be root/step-<step>.
+        partial: the folder it is written into, a new one each time: no other writer, not even one that was left behind
+            by a run that was killed, knows its name.
+        group: ranks that write it.
+        keep_last, protect: see `save`.
+    """
+
+    root: Path
+    step: int
+    partial: Path
+    group: dist.ProcessGroup | None
+    keep_last: int
+    protect: frozenset[int]
+
+    @classmethod
+    def begin(
+        cls,
+        root: Path,
+        step: int,
+        *,
+        group: dist.ProcessGroup | None,
+        keep_last: int,
+        protect: Collection[int],
+    ) -> Target:
+        """Make the partial folder; every rank calls it.
+
+        Raises:
+            CheckpointError: it cannot be made; raised on every rank.
+        """
+        made = gathered(group, lambda: _prepare(root, step) if rank_of(group) == 0 else None)[0]
+        assert made is not None, "the first rank names the folder"
+        return cls(
+            root=root, step=step, partial=made, group=group, keep_last=keep_last, protect=frozenset(protect)
+        )
+
+    def write(self, content: Content) -> list[FileEntry]:
+        """Write this rank's files and flush them to the disk; waits for no other rank.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        return _checked(_write_rank, self.partial, content, rank_of(self.group), size_of(self.group))
+
+    def publish(self, written: Callable[[], list[FileEntry]]) -> Path:
+        """Give the folder its name once every rank's files are there; every rank calls it.
+
+        Args:
+            written: gives this rank's files, or raises what kept it from writing them.
+
+        Raises:
+            CheckpointError: some rank could not write; raised on every rank, and nothing is published.
+        """
+        final, first = folder_of(self.root, self.step), rank_of(self.group) == 0
+        try:
+            entries = gathered(self.group, written)
+            files = tuple(entry for part in entries for entry in part)
+            manifest = Manifest(step=self.step, world_size=size_of(self.group), files=files)
+            gathered(self.group, lambda: _checked(_publish, self.partial, final, manifest) if first else None)
+        finally:
+            self.clear()
+        if first:
+            _prune(self.root, self.keep_last, {self.step, *self.protect})
+        return final
+
+    def clear(self) -> None:
+        """Remove what is left of the partial folder, on the first rank: gone already when all went well."""
+        if rank_of(self.group) == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+
 def save(
     root: Path,
     step: int,
@@ -84,34 +161,23 @@ def save(
     Raises:
         CheckpointError: some rank could not write; raised on every rank, and older checkpoints are untouched.
     """
-    rank, world_size = rank_of(group), size_of(group)
-    final = folder_of(root, step)
-    partial = root / f".partial-{final.name}"
-    gathered(group, lambda: _prepare(root, partial) if rank == 0 else None)
-    try:
-        entries = gathered(group, lambda: _checked(_write_rank, partial, content, rank, world_size))
-        files = tuple(entry for part in entries for entry in part)
-        manifest = Manifest(step=step, world_size=world_size, files=files)
-        gathered(group, lambda: _checked(_publish, partial, final, manifest) if rank == 0 else None)
-    finally:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # gone already when all went well
-    if rank == 0:
-        _prune(root, keep_last, {step, *protect})
-    return final
+    target = Target.begin(root, step, group=group, keep_last=keep_last, protect=protect)
+    return target.publish(lambda: target.write(content))
 
 
-def _prepare(root: Path, partial: Path) -> None:
+def _prepare(root: Path, step: int) -> Path:
     for pattern in UNFINISHED:
         for left in root.glob(pattern):
             shutil.rmtree(left, ignore_errors=True)
+    partial = root / f".partial-{folder_of(root, step).name}-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"{partial}: cannot be created: {error}") from error
+    return partial
 
 
-def _checked(write: Any, folder: Path, *args: Any) -> Any:
+def _checked(write: Callable[..., T], folder: Path, *args: Any) -> T:
     try:
         return write(folder, *args)
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
@@ -166,7 +232,14 @@ def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
 
 def _prune(root: Path, keep_last: int, keep: Collection[int]) -> None:
     usable = []
-    for step in find_steps(root):
+    try:
+        steps = find_steps(root)
+    except (
+        CheckpointError
+    ) as error:  # only the first rank is here: what it raised would be news to the others
+        log.warning("no checkpoint was removed: %s", error)
+        return
+    for step in steps:
         try:
             check_sizes(folder_of(root, step))
             usable.append(step)

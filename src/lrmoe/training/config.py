@@ -180,6 +180,12 @@ class LoopConfig(_Table):
         10, "Steps between histograms, and between log lines where there is no terminal.", kind=int, least=1
     )
     wandb: str | None = _option(
+    checkpoint_async: bool = _option(
+        False,
+        "Copy a checkpoint to host memory and let a thread write it while training goes on; it counts from the first "
+        "step after all ranks have written theirs.",
+        kind=bool,
+    )
         None,
         "Project at Weights & Biases that shows the run; WANDB_MODE=offline keeps it in the folder.",
         kind=str,

@@ -9,8 +9,9 @@ trainers in one process do not disturb each other.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lrmoe.checkpoint import agreed
+from lrmoe.checkpoint import BackgroundSaver, agreed
 from lrmoe.checkpoint.agree import rank_of, size_of
 from lrmoe.errors import ConfigError
 from lrmoe.planning.policies import Policy
@@ -85,6 +86,7 @@ class Trainer:
         self.after_backward: Callable[[int], None] | None = None
         self.parameters.zero_grad()
 
+        self.background = BackgroundSaver(group)
     def _build(self) -> nn.Module:
         size = read_config(self.config.model).vocab_size
         if size < self.corpus.vocab_size:
@@ -114,13 +116,19 @@ class Trainer:
     def step(self) -> StepMetrics:
         """One optimizer step over all micro-batches; every rank of the group calls it.
 
-        A gradient that is not finite on any rank skips the update on all of them, and the step counts as done.
+        A gradient that is not finite on any rank skips the update on all of them, and the step counts as done. Before
+        the step a checkpoint that a thread has written by now is published.
+
+        Raises:
+            CheckpointError: that thread could not write, on any rank; raised on every rank before the step begins, with
+                the trainer as it was. The next call goes on.
         """
         begin = time.perf_counter()
         self.model.train()
         self._seed_generators()
         loss = torch.stack(
             [self._micro_batch(number) for number in range(self.config.train.accumulate)]
+        self.background.poll()
         ).sum()
         reduced = self.parameters.reduce(loss, self.config.optim.clip_norm)
         lr = self.optimizer.learning_rate(self.steps_done)
@@ -175,11 +183,32 @@ class Trainer:
 
     def resume(self) -> int:
         """Go on from the newest usable checkpoint in the run's folder; returns the steps it has done.
+        With `train.checkpoint_async` it is copied now and written by a thread; a later `step`, `save` or
+        `finish_saving` publishes it.
+
 
         Raises:
             CheckpointError: there is none, or it belongs to another model or corpus; raised on every rank.
         """
         return load_trainer(self)
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that a thread is writing, and publish it; every rank calls it.
+
+        Raises:
+            CheckpointError: some rank could not write; raised on every rank.
+        """
+        self.background.wait()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """At the end of the block publish what is being written; where it fails, leave no half of it behind."""
+        try:
+            yield
+            self.finish_saving()
+        except BaseException:
+            self.background.drop()  # peers may be gone
+            raise
+
 
     def _micro_batch(self, number: int) -> Tensor:
         """Forward and backward; returns this micro-batch's share of the step's mean loss on the text, detached."""

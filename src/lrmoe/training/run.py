@@ -70,17 +70,18 @@ def train(
     _on_main(process, lambda: claim(config, config.write, fresh=not resume))
     reporters: list[Reporter] = []
     _on_main(process, lambda: reporters.extend(_reporters(config, start if resume else None)))
-    if process.is_main:
-        with (
-            MetricsWriter(config.folder, start if resume else None, reporters) as writer,
-            Progress(
-                config.train.steps, start=start, every=config.train.log_every, enabled=show_progress
-            ) as progress,
-            _trace(trainer, start if resume else None) as trace,
-        ):
-            _loop(trainer, writer, progress, trace)
-    else:
-        _loop(trainer, None, None, None)
+    with trainer.saving():
+        if process.is_main:
+            with (
+                MetricsWriter(config.folder, start if resume else None, reporters) as writer,
+                Progress(
+                    config.train.steps, start=start, every=config.train.log_every, enabled=show_progress
+                ) as progress,
+                _trace(trainer, start if resume else None) as trace,
+            ):
+                _loop(trainer, writer, progress, trace)
+        else:
+            _loop(trainer, None, None, None)
     summary = _summary(trainer)
     if process.is_main:
         (config.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -53,7 +53,7 @@ def checkpoint_root(trainer: Trainer) -> Path:
 
 
 def save_trainer(trainer: Trainer) -> Path:
-    """Write a checkpoint of the trainer's present state."""
+    """Write a checkpoint of the trainer's present state, or with `train.checkpoint_async` begin to."""
     dense: dict[str, Tensor] = dict(_fixed(trainer))
     experts: dict[str, ExpertTensor] = {}
     for key, entry, tensor in _trained(trainer):
@@ -62,13 +62,14 @@ def save_trainer(trainer: Trainer) -> Path:
         else:
             experts[key] = _whole_experts(trainer, entry, tensor)
     content = Content(dense=dense, experts=experts, state=_state(trainer))
+    root, train = checkpoint_root(trainer), trainer.config.train
+    protect = () if trainer.resumed_from is None else (trainer.resumed_from,)
+    if train.checkpoint_async:
+        return trainer.background.start(
+            root, trainer.steps_done, content, keep_last=train.keep_last, protect=protect
+        )
     return save(
-        checkpoint_root(trainer),
-        trainer.steps_done,
-        content,
-        group=trainer.group,
-        keep_last=trainer.config.train.keep_last,
-        protect=() if trainer.resumed_from is None else (trainer.resumed_from,),
+        root, trainer.steps_done, content, group=trainer.group, keep_last=train.keep_last, protect=protect
     )
 
 
@@ -84,6 +85,7 @@ def _whole_experts(trainer: Trainer, entry: Entry, tensor: Tensor) -> ExpertTens
 def load_trainer(trainer: Trainer) -> int:
     """Bring a trainer to the state of the newest usable checkpoint of its run."""
     root = checkpoint_root(trainer)
+    trainer.background.wait()
     checkpoint = open_latest(root, group=trainer.group, check=lambda found: _check_whole(trainer, found))
     agreed(trainer.group, lambda: _check_same(trainer, checkpoint))
     agreed(trainer.group, lambda: _check_corpus(trainer, checkpoint))
