@@ -173,6 +173,12 @@ class LoopConfig(_Table):
     checkpoint_every: int = _option(
         0, "Steps between checkpoints; 0: none, not even at the end.", kind=int, least=0
     )
+    checkpoint_async: bool = _option(
+        False,
+        "Copy a checkpoint to host memory and let a thread write it while training goes on; it counts from the first "
+        "step after all ranks have written theirs.",
+        kind=bool,
+    )
     keep_last: int = _option(2, "Checkpoints to keep.", kind=int, least=1)
     eval_every: int = _option(0, "Steps between evaluations on held-out text; 0 is never.", kind=int, least=0)
     eval_batches: int = _option(4, "Batches per rank in one evaluation.", kind=int, least=1)
@@ -180,12 +186,6 @@ class LoopConfig(_Table):
         10, "Steps between histograms, and between log lines where there is no terminal.", kind=int, least=1
     )
     wandb: str | None = _option(
-    checkpoint_async: bool = _option(
-        False,
-        "Copy a checkpoint to host memory and let a thread write it while training goes on; it counts from the first "
-        "step after all ranks have written theirs.",
-        kind=bool,
-    )
         None,
         "Project at Weights & Biases that shows the run; WANDB_MODE=offline keeps it in the folder.",
         kind=str,

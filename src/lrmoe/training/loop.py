@@ -83,10 +83,10 @@ class Trainer:
         self.steps_skipped = 0
         self.resumed_from: int | None = None  # step of the checkpoint, which pruning spares
         self.totals = Totals()
+        self.background = BackgroundSaver(group)
         self.after_backward: Callable[[int], None] | None = None
         self.parameters.zero_grad()
 
-        self.background = BackgroundSaver(group)
     def _build(self) -> nn.Module:
         size = read_config(self.config.model).vocab_size
         if size < self.corpus.vocab_size:
@@ -123,12 +123,12 @@ class Trainer:
             CheckpointError: that thread could not write, on any rank; raised on every rank before the step begins, with
                 the trainer as it was. The next call goes on.
         """
+        self.background.poll()
         begin = time.perf_counter()
         self.model.train()
         self._seed_generators()
         loss = torch.stack(
             [self._micro_batch(number) for number in range(self.config.train.accumulate)]
-        self.background.poll()
         ).sum()
         reduced = self.parameters.reduce(loss, self.config.optim.clip_norm)
         lr = self.optimizer.learning_rate(self.steps_done)
@@ -176,21 +176,14 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the steps done so far into the run's folder; every rank calls it.
 
+        With `train.checkpoint_async` it is copied now and written by a thread; a later `step`, `save` or
+        `finish_saving` publishes it.
+
         Raises:
             CheckpointError: some rank could not write; raised on every rank.
         """
         return save_trainer(self)
 
-    def resume(self) -> int:
-        """Go on from the newest usable checkpoint in the run's folder; returns the steps it has done.
-        With `train.checkpoint_async` it is copied now and written by a thread; a later `step`, `save` or
-        `finish_saving` publishes it.
-
-
-        Raises:
-            CheckpointError: there is none, or it belongs to another model or corpus; raised on every rank.
-        """
-        return load_trainer(self)
     def finish_saving(self) -> None:
         """Wait for a checkpoint that a thread is writing, and publish it; every rank calls it.
 
@@ -209,6 +202,13 @@ class Trainer:
             self.background.drop()  # peers may be gone
             raise
 
+    def resume(self) -> int:
+        """Go on from the newest usable checkpoint in the run's folder; returns the steps it has done.
+
+        Raises:
+            CheckpointError: there is none, or it belongs to another model or corpus; raised on every rank.
+        """
+        return load_trainer(self)
 
     def _micro_batch(self, number: int) -> Tensor:
         """Forward and backward; returns this micro-batch's share of the step's mean loss on the text, detached."""
