@@ -25,12 +25,19 @@ _HOMES = {
     "CheckpointError": "lrmoe.errors",
     "UnsupportedError": "lrmoe.errors",
     "MissingExtraError": "lrmoe.errors",
+    "CheckError": "lrmoe.errors",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the names are resolved by __getattr__
+_MODULES = ("debug",)
+
+__all__ = ["__version__", *_HOMES, *_MODULES]  # noqa: PLE0604 - the names are resolved by __getattr__
 
 if TYPE_CHECKING:
+    from lrmoe import debug as debug
     from lrmoe.config import LRMoEConfig as LRMoEConfig
+    from lrmoe.errors import (
+        CheckError as CheckError,
+    )
     from lrmoe.errors import (
         CheckpointError as CheckpointError,
     )
@@ -67,6 +74,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"lrmoe.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'lrmoe' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

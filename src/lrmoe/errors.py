@@ -52,6 +52,10 @@ class UnsupportedError(LRMoEError, NotImplementedError):
     """A feature of the host model or library that is refused, named in the message."""
 
 
+class CheckError(LRMoEError, RuntimeError):
+    """A check of `lrmoe.debug` failed. Raised on every rank of the group, with what each rank found."""
+
+
 class MissingExtraError(LRMoEError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lrmoe.distributed.probe import current
+
 # Newer torch has the same collective under another name and deprecates the old one.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -63,15 +65,18 @@ class Comm:
         """
         if self.size == 1:
             return rows
+        current().crossing(self, rows, send_R, receive_R)
         out = rows.new_empty((sum(receive_R), *rows.shape[1:]))
         with _lent(out, rows) as (to, of):
             dist.all_to_all_single(to, of, list(receive_R), list(send_R), group=self.group)
+        current().crossed(self, out, receive_R)
         return out
 
     def start_all_to_all(self, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]) -> Arriving:
         """`all_to_all` that goes on beside what the caller does next; `rows` must not change until it has ended."""
         if self.size == 1:
             return Arriving(rows, None, rows)
+        current().crossing(self, rows, send_R, receive_R)
         out = rows.new_empty((sum(receive_R), *rows.shape[1:]))
         work = dist.all_to_all_single(
             _as_bytes(out), _as_bytes(rows), list(receive_R), list(send_R), group=self.group, async_op=True

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.distributed.probe import current
 from lrmoe.layer.call import Call
 from lrmoe.layer.experts import Needs, Rows, WeightGrads, Weights, experts_backward, scratch
 from lrmoe.layer.forward import Walked
@@ -193,6 +194,7 @@ def _part(
     dx_QH = scratch.take("dx", (layout.received, back.g_TH.shape[1]), back.g_TH) if back.wanted.x else None
     with clock.phase("experts_backward"):
         dot_Q = _experts(back, layout, g, x_carried, token_P, places, dx_QH)
+        current().experts("input gradient", dx_QH, g.out_index, call.seated * 2, layout.segments_S)
     call.open_call.ledger.add("backward", dx_QH)
     g = g.emptied()
     del x_carried

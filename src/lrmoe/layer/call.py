@@ -75,6 +75,12 @@ class Call:
         return self.hidden * self.compute_dtype.itemsize
 
     @property
+    def seated(self) -> list[int]:
+        """Expert of each seat of this rank."""
+        experts: list[int] = self.seats.expert_Q[self.seats.of(self.comm.rank)].tolist()
+        return experts
+
+    @property
     def scored(self) -> bool:
         """Whether backward will need scores."""
         return self.differentiable and (

@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lrmoe.distributed.probe import current
 from lrmoe.ops import (
     Workspace,
     gated_activation,
@@ -31,7 +32,7 @@ from lrmoe.ops import (
 BLOCK_ROWS = 1024  # rows per block on CPU: intermediates of common widths stay in the last-level cache
 _FP16_SCALE_FLOOR = 2.0**-10
 
-scratch = Workspace()
+scratch = Workspace(lambda buffer: current().scratch(buffer))
 
 
 def release_scratch() -> None:

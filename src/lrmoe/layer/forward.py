@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.distributed.probe import current
 from lrmoe.layer.call import Call, KeptSet
 from lrmoe.layer.choice import choose_seats, in_order
 from lrmoe.layer.early import Stays, fix_kept, keep_inputs
@@ -172,6 +173,10 @@ def _forward_part(
     weights = lease()
     ledger.add("weights", weights.gate_up, weights.down)
     ledger.add("replicas", weights.slot_gate_up, weights.slot_down)
+    current().weights(
+        call.seated[weights.homes :],
+        {"copy of gate_up_proj": weights.slot_gate_up, "copy of down_proj": weights.slot_down},
+    )
     with clock.phase("select"):
         some = None if stays is None else stays.at_seats(call, arrival.columns[0])
     with clock.phase("experts"):
@@ -180,6 +185,7 @@ def _forward_part(
             weights, arrival.rows, layout.segments_S, out=y_MH, out_index=arrival.out_index,
             stash=call.keeps_rows if some is None else some, norms=call.scored and call.config.needs_phi,
         )  # fmt: skip
+        current().experts("output", y_MH, arrival.out_index, call.seated, layout.segments_S)
     rows = None
     if some is not None:
         with clock.phase("pack"):

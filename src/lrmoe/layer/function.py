@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lrmoe.distributed.probe import current
 from lrmoe.layer.backward import Wanted, walk_backward
 from lrmoe.layer.call import Call
 from lrmoe.layer.check import check_gradients, is_checked
@@ -51,13 +53,19 @@ class MoEFunction(torch.autograd.Function):
         with (
             torch.autocast(grad_TH.device.type, enabled=False),
             scratch.fresh(call.budget.binds, call.open_call.ledger.follow),
+            _watched(call, "backward", grad_TH),
         ):
+            current().tokens("the gradient at the output", grad_TH, order_N, call.slots)
             walked = Walked(
                 out_TH=grad_TH, place_N=place, x=x, index_M=index, h_M2I=h, phi_norm_N=norm, y_NH=y, weight_N=weight,
                 kept_RQ=ctx.kept_RQ,
             )  # fmt: skip
             g_TH, rest = call.cast(grad_TH), (alpha_TK, order_N, gate_up, down, wanted)
             grads = walk_backward(call, walked, g_TH, call.cast(again) if call.carries else None, *rest)
+            current().values(
+                {"the input's gradient": grads.x_TH, "the routing weights' gradient": grads.alpha_TK}
+            )
+            _show_weights(call, "the gradient of ", grads.gate_up, grads.down)
             if is_checked(call) and not call.open_call.repeated:
                 check_gradients(call, grads, g_TH, again.to(call.compute_dtype), *rest)
             del g_TH, walked
@@ -79,5 +87,25 @@ def run_forward(
     call: Call, order_N: Tensor, x_TH: Tensor, alpha_TK: Tensor, gate_up: Tensor, down: Tensor
 ) -> Walked:
     """Forward without a graph; the caller turns gradients and autocast off."""
-    with scratch.fresh(call.budget.binds, call.open_call.ledger.follow):
-        return walk_forward(call, call.cast(x_TH), alpha_TK, order_N, gate_up, down)
+    with (
+        scratch.fresh(call.budget.binds, call.open_call.ledger.follow),
+        _watched(call, "forward", x_TH),
+    ):
+        current().tokens("hidden_states", x_TH, order_N, call.slots)
+        current().tokens("top_k_weights", alpha_TK, order_N, call.slots, by_pair=True)
+        _show_weights(call, "", gate_up, down)
+        walked = walk_forward(call, call.cast(x_TH), alpha_TK, order_N, gate_up, down)
+        current().values({"the output": walked.out_TH})
+        return walked
+
+
+def _watched(call: Call, direction: str, like: Tensor) -> AbstractContextManager[None]:
+    return current().walk(call.comm, call.controller.layer, direction, call.open_call.clock, like)
+
+
+def _show_weights(call: Call, what: str, gate_up: Tensor | None, down: Tensor | None) -> None:
+    """The parameters of this rank, or their gradients, by expert."""
+    first = call.comm.rank * call.plan.topology.experts_per_rank if call.storage.homes else 0
+    experts = call.plan.topology.experts_per_rank if call.storage.homes else call.plan.topology.experts
+    named = {f"{what}gate_up_proj": gate_up, f"{what}down_proj": down}
+    current().weights(range(first, first + experts), named)

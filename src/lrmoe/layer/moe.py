@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm
+from lrmoe.distributed.probe import current
 from lrmoe.errors import ConfigError
 from lrmoe.layer.announce import Announcer, Planned, gradient_bits
 from lrmoe.layer.call import Call, Memo
@@ -213,6 +214,7 @@ class MoELayer:
         self, inputs: Inputs, planned: Planned, memo: Memo, order: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
         tensors = (inputs.x_TH, inputs.alpha_TK, gate_up, down)
+        current().plan(self.comm, self.layer, planned.plan, inputs.x_TH)
         call = Call(
             config=self.config,
             comm=self.comm,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.distributed.probe import current
 from lrmoe.layer.call import Call
 from lrmoe.planning.cells import between_ranks, carry_stands, part_of_cells, ranges, stands
 from lrmoe.planning.problem import IntArray
@@ -94,6 +95,7 @@ def reroute(
     kept_N = None if weight_N is None else weight_N if place_N is None else weight_N[place_N]
     if kept_RQ is None:
         kept_RQ = seats.assign_RQ if kept_N is None else kept_table(call, kept_N)
+    current().kept(call.plan, seats.expert_Q, kept_RQ, kept_N)
     in_place = np.array_equal(kept_RQ.sum(axis=0), seats.backward_Q)
     again = call.comm.size > 1 and not call.keeps_rows
     if kept_N is None and in_place:

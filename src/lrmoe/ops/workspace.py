@@ -21,9 +21,14 @@ _KEEP_BYTES = 128 * 2**20
 
 
 class Workspace(threading.local):
-    """Named scratch buffers of one thread."""
+    """Named scratch buffers of one thread.
 
-    def __init__(self) -> None:
+    Args:
+        taken: called with every buffer that is handed out.
+    """
+
+    def __init__(self, taken: Callable[[Tensor], None] | None = None) -> None:
+        self._taken = taken
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._keep = True
         self._book: Callable[[Tensor], None] | None = None
@@ -33,6 +38,12 @@ class Workspace(threading.local):
 
         Valid until the same name is taken again in this thread; never to be returned or saved.
         """
+        buffer = self._take(name, shape, like)
+        if self._taken is not None:
+            self._taken(buffer)
+        return buffer
+
+    def _take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         size = math.prod(shape)
         if not self._keep or like.device.type != "cpu" or size * like.element_size() > _KEEP_BYTES:
             fresh = torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -22,9 +22,14 @@ __all__ = ["PHASES", "PhaseClock", "critical_path_ms"]
 
 
 class PhaseClock:
-    """Accumulates milliseconds per phase; phases do not nest."""
+    """Accumulates milliseconds per phase; phases do not nest.
+
+    Attributes:
+        latest: the phase that was begun last.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.latest = ""
         self._cuda = device.type == "cuda"
         self._busy: dict[str, float] = {}
         self._wall: dict[str, float] = {}
@@ -33,6 +38,7 @@ class PhaseClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Charge the enclosed work to a phase of PHASES."""
+        self.latest = name
         if self._cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
