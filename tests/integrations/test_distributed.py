@@ -1,11 +1,7 @@
-"""Several gloo processes: expert parallelism through Transformers, FSDP2, DDP, and `shard_experts`.
-
-Every rank has a batch of its own; the reference is the eager model on one process with the mean of the ranks' losses.
-"""
+"""Several gloo processes: expert parallelism through Transformers, FSDP2, DDP, and `shard_experts`."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import warnings
 from typing import Any
@@ -15,71 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 from lrmoe import ConfigError, LRMoEConfig, UnsupportedError
 from lrmoe.integrations import transformers as lrmoe_hf
 from tests.distributed.pool import Pool
-from tests.integrations.models import make_model, make_tokens
+from tests.integrations.models import make_tokens
+from tests.integrations.ranks import LIMIT_S, batches, load, reduce_by_hand, reference, save_models, step
 from tests.reference import assert_within
 
 pytestmark = pytest.mark.distributed
 
 EXACT = LRMoEConfig(max_drop=0)
 PRUNED = LRMoEConfig(max_drop=0.4, warmup_steps=0)
-LIMIT_S = 90.0
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of saved tiny models, by name."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("qwen3", "glm4"):
-        make_model(name, dtype=torch.float64).save_pretrained(folder / name)
-    return {name: str(folder / name) for name in ("qwen3", "glm4")}
-
-
-def load(path: str, dtype: torch.dtype, **layout: Any) -> nn.Module:
-    """A saved model in train mode, spread as `layout` says (DistributedConfig), whole without one."""
-    os.environ.update(
-        RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK=str(dist.get_rank())
-    )
-    lrmoe_hf.register()
-    spread = {"distributed_config": DistributedConfig(**layout)} if layout else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager", **spread
-    )
-    return model.train()
-
-
-def batches(lengths: list[int]) -> list[Tensor]:
-    """One sequence per rank."""
-    return [make_tokens(1, length, seed=10 + rank) for rank, length in enumerate(lengths)]
-
-
-def reference(path: str, dtype: torch.dtype, ids: list[Tensor]) -> dict[str, Tensor]:
-    """Gradients of the mean of the ranks' losses, and this rank's loss."""
-    model = load(path, dtype)
-    losses = [model(input_ids=one, labels=one).loss for one in ids]
-    (sum(losses) / len(losses)).backward()
-    found = {name: p.grad for name, p in model.named_parameters()}
-    return {"loss": losses[dist.get_rank()].detach(), **found}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def step(model: nn.Module, ids_BS: Tensor, **inputs: Any) -> dict[str, Tensor]:
-    """This rank's loss and the whole gradients."""
-    model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids_BS, **{"labels": ids_BS, **inputs}).loss
-    loss.backward()
-    named = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
-    return {"loss": loss.detach(), **named}
+    return save_models(tmp_path_factory.mktemp("models"), ("qwen3", "glm4"))
 
 
 def check(actual: dict[str, Tensor], path: str, dtype: torch.dtype, ids: list[Tensor]) -> None:
@@ -281,10 +231,7 @@ def sharded_equals_eager(path: str, lengths: list[int]) -> None:
 
 def local_step(model: nn.Module, ids_BS: Tensor) -> dict[str, Tensor]:
     """Gradients of the mean loss: dense ones averaged over ranks, expert ones complete on their rank."""
-    model.zero_grad(set_to_none=True)
-    (model(input_ids=ids_BS, labels=ids_BS).loss / dist.get_world_size()).backward()
-    for parameter in lrmoe_hf.dense_parameters(model):
-        dist.all_reduce(parameter.grad)
+    reduce_by_hand(model, ids_BS)
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 

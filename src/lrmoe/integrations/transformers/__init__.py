@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from lrmoe.integrations.transformers._binding import LRMoEEP, watch_layers
 from lrmoe.integrations.transformers._callback import LRMoECallback
+from lrmoe.integrations.transformers._clip import clip_grad_norm_
 from lrmoe.integrations.transformers._enable import enable, register
 from lrmoe.integrations.transformers._handle import Handle
+from lrmoe.integrations.transformers._overflow import agree_on_overflow
 from lrmoe.integrations.transformers._shard import dense_parameters, expert_parameters, shard_experts
 from lrmoe.integrations.transformers._sharded import (
     ShardedExperts,
@@ -29,6 +31,8 @@ __all__ = [
     "LRMoECallback",
     "LRMoEEP",
     "ShardedExperts",
+    "agree_on_overflow",
+    "clip_grad_norm_",
     "dense_parameters",
     "enable",
     "expert_parameters",

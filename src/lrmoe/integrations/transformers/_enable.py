@@ -85,7 +85,9 @@ def enable(
     register()
     undo: list[Callable[[], None]] = [PaddingHooks(host).remove for host in hosts_of(model)]
     spread = next(iter(bindings.values())).group
-    handle = Handle(config=config, layers=layers, telemetry=telemetry, clock=clock, group=spread, undo=undo)
+    handle = Handle(
+        model=model, config=config, layers=layers, telemetry=telemetry, clock=clock, group=spread, undo=undo
+    )
     for name, binding in bindings.items():
         undo.append(_switch(modules[name], binding, layers[name], handle))
     _announce(describe(config, len(layers), 1 if spread is None else spread.size()))

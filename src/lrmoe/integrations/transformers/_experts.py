@@ -48,6 +48,16 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
+def inner_experts(module: nn.Module) -> nn.Module | None:
+    """The experts module that this module is, or adapts: adapter libraries keep what they wrap as `base_layer`."""
+    inner: object = module
+    while isinstance(inner, nn.Module):
+        if is_experts(inner):
+            return inner
+        inner = getattr(inner, "base_layer", None)
+    return None
+
+
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Experts modules by name, in module order; a module used in two places appears once, under its first name.
 

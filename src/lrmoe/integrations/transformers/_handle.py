@@ -32,11 +32,13 @@ class Handle:
         telemetry: records of the calls of this rank.
         clock: optimizer steps done.
         group: the expert-parallel group, None where every rank holds all experts.
+        steps_skipped: optimizer steps that `agree_on_overflow` had skipped.
     """
 
     def __init__(
         self,
         *,
+        model: nn.Module,
         config: LRMoEConfig,
         layers: dict[str, MoELayer],
         telemetry: SummedTelemetry,
@@ -44,11 +46,13 @@ class Handle:
         group: ProcessGroup | None,
         undo: list[Callable[[], None]],
     ) -> None:
+        self._model = weakref.ref(model)  # which keeps the handle alive
         self.config = config
         self.layers = layers
         self.telemetry = telemetry
         self.clock = clock
         self.group = group
+        self.steps_skipped = 0
         self._undo = undo
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._calls_before = 0
@@ -59,6 +63,18 @@ class Handle:
     def enabled(self) -> bool:
         """False after `disable`."""
         return bool(self._undo)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was enabled.
+
+        Raises:
+            ConfigError: it is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise ConfigError("handle: the model it was made for is gone; give the model itself")
+        return model
 
     @property
     def first_rank(self) -> bool:
@@ -88,6 +104,16 @@ class Handle:
                 "model that was enabled: a copy of it is not.",
                 stacklevel=2,
             )
+
+    def skip(self, *, counted: bool = False) -> None:
+        """Count an optimizer step that is skipped on all ranks; `agree_on_overflow` calls it.
+
+        Args:
+            counted: the optimizer is called all the same, so that an attached handle hears of the step by itself.
+        """
+        self.steps_skipped += 1
+        if self.attached and not counted:
+            self.step()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the clock after every `optimizer.step()`; neither keeps the other alive.
@@ -129,6 +155,7 @@ class Handle:
         return {
             "version": _STATE_VERSION,
             "step": self.clock.step,
+            "steps_skipped": self.steps_skipped,
             "layers": {name: layer.state_dict() for name, layer in self.layers.items()},
         }
 
@@ -146,6 +173,9 @@ class Handle:
             raise CheckpointError(f"handle state is of another model: MoE layers {odd} are only on one side")
         if not isinstance(state.get("step"), int):
             raise CheckpointError(f"handle state has step {state.get('step')!r}: must be an integer")
+        skipped = state.get("steps_skipped", 0)  # earlier versions did not count them
+        if not isinstance(skipped, int):
+            raise CheckpointError(f"handle state has steps_skipped {skipped!r}: must be an integer")
         before = {name: layer.state_dict() for name, layer in self.layers.items()}
         try:
             for name, layer in self.layers.items():
@@ -154,6 +184,7 @@ class Handle:
             for name, layer in self.layers.items():
                 layer.load_state_dict(before[name])
             raise CheckpointError(f"handle state does not fit: {error}") from error
+        self.steps_skipped = skipped
         self.restart_at(state["step"])
 
     def restart_at(self, step: int) -> None:
@@ -165,16 +196,21 @@ class Handle:
         """What happened so far in training calls of this rank, as JSON-able values.
 
         Returns:
-            `step`, `layers`, `calls`, `drop_reasons` (calls by reason); `kept_share` of all pairs; means over calls of
-            `forward_peak` and `backward_peak` (most loaded rank over mean load), `dropped_energy`, `added_variance`
-            (shares), `moe_layer_ms` (wall), `replicas` (copies of experts over all ranks); sums `wire_bytes`,
-            `wire_bytes_row_per_pair` (what one row per pair would have sent) and `nonfinite_scores`;
+            `step`, `steps_skipped`, `layers`, `calls`, `drop_reasons` (calls by reason); `kept_share` of all pairs;
+            means over calls of `forward_peak` and `backward_peak` (most loaded rank over mean load), `dropped_energy`,
+            `added_variance` (shares), `moe_layer_ms` (wall), `replicas` (copies of experts over all ranks); sums
+            `wire_bytes`, `wire_bytes_row_per_pair` (what one row per pair would have sent) and `nonfinite_scores`;
             `buffer_peak_bytes`. With `check_every` also `check`: `calls` compared, means `cosine` and `relative_error`,
             `cosine_worst`. With `observe=True` also `observed`: what pruning would have saved, by drop share ("0.1",
             ...): the mean `backward_peak`, the sums `rows_saved` and `bytes_saved`, the share `added_variance`.
             docs/telemetry.md has the units.
         """
-        return {"step": self.clock.step, "layers": len(self.layers), **self.telemetry.totals().summary()}
+        counted = {
+            "step": self.clock.step,
+            "steps_skipped": self.steps_skipped,
+            "layers": len(self.layers),
+        }
+        return {**counted, **self.telemetry.totals().summary()}
 
     def report(self) -> str:
         """`summary()` as a few lines for a reader; `print(handle)` shows the same."""
