@@ -13,23 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lrmoe.distributed.peers import waiting
 from lrmoe.distributed.probe import current
 
 # Newer torch has the same collective under another name and deprecates the old one.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ROWS = "an exchange of rows"
 
 
 class Arriving:
     """Rows on their way: what an all-to-all in progress will have received."""
 
-    def __init__(self, received: Tensor, work: dist.Work | None, sent: Tensor) -> None:
-        self._received, self._work = received, work
+    def __init__(self, received: Tensor, work: dist.Work | None, sent: Tensor, name: str = "") -> None:
+        self._received, self._work, self._name = received, work, name
         self._sent: Tensor | None = sent  # alive as long as it is being sent
 
     def wait(self) -> Tensor:
         """The received rows; later calls return them at once."""
         if self._work is not None:
-            self._work.wait()
+            with waiting(f"{self._name}: {_ROWS}"):
+                self._work.wait()
         self._work = self._sent = None
         return self._received
 
@@ -39,19 +42,21 @@ class Comm:
 
     Args:
         group: process group, or None for a single rank.
+        name: whose exchanges these are, for errors. Every exchange that fails because of another rank is a RankError.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, name: str = "experts") -> None:
+        self.group, self.name = group, name
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
-    def all_gather_ints(self, row: Tensor) -> Tensor:
-        """All ranks' int64 vectors, (R, W) on the device of `row`."""
+    def all_gather_ints(self, row: Tensor, what: str = "an exchange of numbers") -> Tensor:
+        """All ranks' int64 vectors, (R, W) on the device of `row`; `what` says in errors what for."""
         if self.size == 1:
             return row.unsqueeze(0)
         out = row.new_empty((self.size, row.shape[0]))
-        _ALL_GATHER(out.view(-1), row.contiguous(), group=self.group)
+        with waiting(f"{self.name}: {what}"):
+            _ALL_GATHER(out.view(-1), row.contiguous(), group=self.group)
         return out
 
     def all_to_all(self, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]) -> Tensor:
@@ -67,7 +72,7 @@ class Comm:
             return rows
         current().crossing(self, rows, send_R, receive_R)
         out = rows.new_empty((sum(receive_R), *rows.shape[1:]))
-        with _lent(out, rows) as (to, of):
+        with waiting(f"{self.name}: {_ROWS}"), _lent(out, rows) as (to, of):
             dist.all_to_all_single(to, of, list(receive_R), list(send_R), group=self.group)
         current().crossed(self, out, receive_R)
         return out
@@ -81,7 +86,7 @@ class Comm:
         work = dist.all_to_all_single(
             _as_bytes(out), _as_bytes(rows), list(receive_R), list(send_R), group=self.group, async_op=True
         )
-        return Arriving(out, work, rows)
+        return Arriving(out, work, rows, self.name)
 
     def sent_bytes(self, rows: Tensor, send_R: Sequence[int]) -> int:
         """Bytes of an all-to-all that leave this rank."""

@@ -29,15 +29,23 @@ _FAULT_TEXT = {
 }
 
 
+PLACE = ("layer", "training", "step", "micro_batch")  # which call it is
+
+
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """One rank's part of a call's all-gather, besides its counts.
 
     Fields after `tokens` must be equal on all ranks.
+
+    Attributes:
+        layer: index of the layer.
+        training: 1 in a training call, which `step` and `micro_batch` count from 0; 0 in evaluation.
     """
 
     fault: int = 0
     tokens: int = 0
+    layer: int = 0
     step: int = 0
     micro_batch: int = 0
     hidden: int = 0
@@ -46,8 +54,8 @@ class Header:
     gradients: int = 0
     config: int = 0
 
-    WIDTH = 9
-    AGREE = ("config", "step", "micro_batch", "hidden", "dtype", "training", "gradients")
+    WIDTH = 10
+    AGREE = ("config", *PLACE, "hidden", "dtype", "gradients")
 
     def to_ints(self) -> IntArray:
         """int64 (WIDTH,), in the order of the table's columns."""
@@ -80,10 +88,23 @@ class HeaderTable:
             values = self._columns[name]
             if (values != values[0]).any():
                 seen = ", ".join(f"rank {r}: {int(v)}" for r, v in enumerate(values))
-                raise RankError(f"MoE layer {layer}: {MEANING[name]} differs between ranks ({seen})")
+                calls = f"; {self._calls()}" if name in PLACE else ""
+                raise RankError(f"MoE layer {layer}: {MEANING[name]} differs between ranks ({seen}){calls}")
+
+    def _calls(self) -> str:
+        """Where every rank is."""
+        rows = zip(*(self._columns[name].tolist() for name in PLACE), strict=True)
+        where = [f"rank {r} makes {call_name(*call)} of layer {layer}" for r, (layer, *call) in enumerate(rows)]
+        return f"{', '.join(where)}: every rank must make the same calls, in evaluation and generation too"
+
+
+def call_name(training: int, step: int, micro_batch: int) -> str:
+    """A layer's call in words."""
+    return f"training call {micro_batch + 1} of step {step}" if training else "a call in evaluation mode"
 
 
 MEANING = {
+    "layer": "the layer's index",
     "config": "the configuration (hash; seed and all limits must be the same on every rank)",
     "step": "the optimizer step (did every rank step its clock?)",
     "micro_batch": "the number of calls in this step (did every rank call the layer equally often?)",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lrmoe.distributed.comm import Comm
+from lrmoe.distributed.peers import waiting
 
 
 class Exchange:
@@ -33,12 +34,19 @@ class Exchange:
                 ((dist.isend, rank, tensor.contiguous()) for rank, tensor in sends),
             )
         ]
-        self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
+        self._what = f"{comm.name}: an exchange of weights or gradients"
+        with waiting(self._what):
+            self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
 
     def wait(self) -> None:
-        """Return when everything has arrived; on CUDA the current stream waits, not the host."""
-        for work in self._works:
-            work.wait()
+        """Return when everything has arrived; on CUDA the current stream waits, not the host.
+
+        Raises:
+            RankError: some rank was lost, or did not come in time.
+        """
+        with waiting(self._what):
+            for work in self._works:
+                work.wait()
         self._ops, self._works = [], []
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm, Header, HeaderTable
-from lrmoe.distributed.header import MEANING, Fault
+from lrmoe.distributed.header import MEANING, Fault, call_name
 from lrmoe.errors import ConfigError, InputError, RankError
 from lrmoe.layer.asking import CallPlanner
 from lrmoe.layer.budget import CallBudget, budget_limits, device_bytes
@@ -92,6 +92,7 @@ class Announcer:
         self._device_bytes: int | None = None  # of the smallest device
         self._sizes = {
             "the number of experts": topology.experts,
+        self._calls = 0  # of any kind, counted for messages
             "the hidden size": hidden,
             "the expert width": width,
             "the layer's index": controller.layer,
@@ -132,7 +133,7 @@ class Announcer:
                 told |= _CHECKPOINTED
             header = self._header(inputs, moment, told, compute_dtype)
             message = self._message(header, counts_E)
-            counts_RE, scores, tokens_R = self._gather(message, training=moment is not None)
+            counts_RE, scores, tokens_R = self._gather(message, header)
             prune = moment is not None and moment.prune and gradients > 0
             drop = self._config.max_drop if prune else 0.0
             self._controller.prices = self._prices(moment, gradients, compute_dtype, drop)
@@ -226,7 +227,7 @@ class Announcer:
         device = weight.device if isinstance(weight, Tensor) else torch.device("cpu")
         self._meet(device)
         nothing = torch.zeros(self._topology.experts, dtype=torch.int64, device=device)
-        self._comm.all_gather_ints(self._message(Header(fault=int(fault)), nothing))
+        self._comm.all_gather_ints(self._message(Header(fault=int(fault)), nothing), "telling of bad input")
 
     def _meet(self, device: torch.device) -> int:
         """At the first call: all ranks built the same layer, or RankError on all. Returns the integers exchanged.
@@ -240,7 +241,7 @@ class Announcer:
         host = zlib.crc32(socket.gethostname().encode())
         place = [device_code(device.type, name), host, device_bytes(device)]
         mine = torch.tensor([*self._sizes.values(), *place], dtype=torch.int64, device=device)
-        table = self._comm.all_gather_ints(mine).cpu().numpy()
+        table = self._comm.all_gather_ints(mine, "waiting for all ranks at the first call").cpu().numpy()
         devices, hosts, sizes = (table[:, place].tolist() for place in (-3, -2, -1))
         table = table[:, :-3]
         for name, values in zip(self._sizes, table.T, strict=True):
@@ -260,6 +261,7 @@ class Announcer:
             micro_batch=0 if moment is None else moment.micro_batch,
             hidden=self._hidden,
             dtype=_DTYPE_CODES[compute_dtype],
+            layer=self._controller.layer,
             training=int(moment is not None),
             gradients=gradients,
             config=self._config_hash,
@@ -274,14 +276,17 @@ class Announcer:
         )
         return torch.cat([head, counts_E, self._controller.learned.message(device), timing])
 
-    def _gather(self, message: Tensor, *, training: bool) -> tuple[IntArray, ScoreHistory | None, IntArray]:
+    def _gather(self, message: Tensor, header: Header) -> tuple[IntArray, ScoreHistory | None, IntArray]:
         """All ranks' counts (R, E), past scores, ranks' tokens (R,): the forward's one host read."""
-        table = self._comm.all_gather_ints(message).cpu().numpy()
+        self._calls += 1
+        call = call_name(header.training, header.step, header.micro_batch)
+        waits = f"waiting for all ranks at {call} (the layer's call {self._calls} on rank {self._comm.rank})"
+        table = self._comm.all_gather_ints(message, waits).cpu().numpy()
         headers = HeaderTable(table[:, : Header.WIDTH])
         headers.raise_on_trouble(self._comm.rank, self._controller.layer)
         split = Header.WIDTH + self._topology.experts
         told = np.ascontiguousarray(table[:, split:]).view(np.float64)
-        scores = self._controller.hear(told, self._topology, training=training)
+        scores = self._controller.hear(told, self._topology, training=header.training > 0)
         return np.ascontiguousarray(table[:, Header.WIDTH : split]), scores, headers.tokens_R
 
     def _record(self, plan: LayerPlan, moment: Moment | None, inputs: Inputs) -> CallRecord:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm
+from lrmoe.distributed.peers import tell_when_failing
 from lrmoe.distributed.probe import current
 from lrmoe.errors import ConfigError
 from lrmoe.layer.announce import Announcer, Planned, gradient_bits
@@ -75,7 +76,9 @@ class MoELayer:
             if not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: must be an integer of at least 1")
         self.config = config
-        self.comm = Comm(group)
+        self.comm = Comm(group, f"MoE layer {layer}")
+        if self.comm.size > 1:
+            tell_when_failing()
         sharded = storage is None and config.storage == "sharded"
         cuts = expert_cuts(hidden_size, intermediate_size, self.comm.size)
         if sharded:  # SYMI builds its layout with the optimizer's update, once a step
@@ -149,7 +152,8 @@ class MoELayer:
 
         Raises:
             InputError: bad shapes, dtypes or ids on this rank.
-            RankError: another rank was given bad input, or the ranks disagree. Raised on every rank.
+            RankError: another rank was given bad input, or the ranks disagree: raised on every rank. Or some rank was
+                lost, failed elsewhere, or did not come in time, as where it makes fewer calls.
         """
         tensors = (hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj)
         recompute = training and inside_backward()
