@@ -735,6 +735,30 @@ def plan(
     raise typer.Exit(code)
 
 
+@app.command(epilog="Example: lrmoe doctor --model qwen3-moe-tiny")
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Say whether lrmoe runs its experts, and why not: a preset, a folder or file with a transformers "
+            "configuration, or a model in the local Hub cache. Downloads nothing.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Say what is installed here, which fast paths are usable and why not, and whether a layer computes right.
+
+    Looks at versions, extras, devices, threads and backends, tries fast paths, times an all-to-all between two local
+    processes, and holds one layer's output and gradients on them to a plain loop: about ten seconds. Exit code 1: lrmoe
+    is not usable here, or does not run the model's experts.
+    """
+    from lrmoe.doctor import doctor as run
+
+    raise typer.Exit(run(model=model, as_json=as_json))
+
+
 def _policies(text: str | None) -> list[str] | None:
     """Of --systems where a system is a policy; None where the option is not given."""
     from lrmoe.config import POLICIES
