@@ -7,27 +7,34 @@ sharded          experts.gate_up_proj (E, P) on each: its part of every expert
 
 from __future__ import annotations
 
-import contextlib
-import json
+import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lrmoe.checkpoint.agree import rank_of, size_of
+from lrmoe.checkpoint.hf.folder import (
+    Source,
+    is_own,
+    newest_usable,
+    own_fields,
+    own_source,
+    refuse_quantised,
+    transformers_source,
+)
+from lrmoe.checkpoint.hf.names import FAMILIES, QWEN
+from lrmoe.checkpoint.hf.outline import config_of
+from lrmoe.checkpoint.hf.tensors import Chunk, Reader
+from lrmoe.checkpoint.manifest import verify
 from lrmoe.distributed.sharded import cut_experts
-from lrmoe.errors import ConfigError, require_extra
+from lrmoe.errors import CheckpointError, ConfigError, LRMoEError, UnsupportedError, require_extra
 from lrmoe.planning.shards import Cut
 from lrmoe.training.config import ModelConfig
 from lrmoe.training.presets import get_preset
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def build_model(
@@ -98,12 +105,27 @@ def read_config(config: ModelConfig) -> Any:
 def _read_config_file(hf: Any, config: ModelConfig) -> Any:
     field = "config" if config.config is not None else "checkpoint"
     name = getattr(config, field)
-    if field == "checkpoint" and not (Path(name) / "config.json").is_file():
-        raise ConfigError(f"model.checkpoint={name!r}: no directory with a config.json")
+    if field == "checkpoint":
+        return _read_checkpoint_config(hf, Path(name))
     try:
         return hf.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.{field}={name!r}: no transformers configuration there: {error}") from error
+
+
+def _read_checkpoint_config(hf: Any, folder: Path) -> Any:
+    try:
+        if is_own(folder):
+            found = newest_usable(folder)
+            return config_of(own_fields(found), str(found))
+        if not (folder / "config.json").is_file():
+            raise ConfigError("no directory with a config.json, and no checkpoint of lrmoe train")
+        refuse_quantised(folder)
+        return hf.AutoConfig.from_pretrained(folder)
+    except UnsupportedError:
+        raise
+    except (LRMoEError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.checkpoint={str(folder)!r}: {error}") from error
 
 
 def _shard(model: nn.Module, group: dist.ProcessGroup | None, storage: str) -> None:
@@ -137,29 +159,77 @@ def expert_cuts(model: nn.Module) -> dict[str, Cut]:
 def _load(
     folder: Path, config: Any, device: torch.device, group: dist.ProcessGroup | None, storage: str
 ) -> nn.Module:
-    """Build without memory, then read exactly the tensors and slices this rank holds."""
-    hf = require_extra("transformers", "transformers")
-    with torch.device("meta"):
-        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _shard(model, group, storage)
+    """Build without memory, then read exactly the tensors and parts of experts that this rank holds."""
+    model = meta_model(config, group, storage)
     spans = expert_spans(model)
     model.to_empty(device=device)
     for name, span in spans.items():
         model.get_parameter(name).lrmoe_expert = span  # to_empty made new parameters
     model.tie_weights()
     _fill_rotary(model)
-    cuts, rank = expert_cuts(model), rank_of(group)
-    with _Shards.opened(folder) as shards, torch.no_grad():
-        for name, tensor in _persistent(model):
-            if name in cuts:
-                fill_shards(tensor, cuts[name], rank, partial(_read_one, shards, name, cuts[name]))
-            else:
-                tensor.copy_(shards.read(name, tensor.shape, spans.get(name)))
+    try:
+        _fill(model, spans, _source(folder, config, group), rank_of(group))
+    except CheckpointError as error:
+        raise ConfigError(f"model.checkpoint={str(folder)!r}: {error}") from error
     return model
 
 
-def _read_one(shards: _Shards, name: str, cut: Cut, expert: int) -> Tensor:
-    return shards.read(name, torch.Size((1, cut.rows, cut.columns)), (expert, 1))
+def meta_model(config: Any, group: dist.ProcessGroup | None, storage: str) -> Any:
+    """The model of a transformers configuration, as this rank holds it, on the meta device."""
+    hf = require_extra("transformers", "transformers")
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _shard(model, group, storage)
+    return model
+
+
+def _source(folder: Path, config: Any, group: dist.ProcessGroup | None) -> Source:
+    """Its weights; the ranks verify a checkpoint of this package together, each its part of the files."""
+    if is_own(folder):
+        found = newest_usable(folder)
+        verify(found, part=rank_of(group), parts=size_of(group))
+        return own_source(found)
+    return transformers_source(folder, FAMILIES.get(config.model_type, QWEN))
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, spans: dict[str, tuple[int, int]], source: Source, rank: int) -> None:
+    """Look everything up, then read it file by file."""
+    cuts = expert_cuts(model)
+    found: list[tuple[Tensor, Chunk]] = []
+    for name, tensor in _persistent(model):
+        if name in cuts:
+            found += _shards(source, name, tensor, cuts[name], rank)
+        elif name in spans:
+            found += _experts(source, name, tensor, *spans[name])
+        else:
+            chunks = source.chunks(name, tuple(tensor.shape), None)
+            found += [(tensor.detach().view(-1), chunk) for _, chunk in chunks]
+    with Reader.opened() as reader:
+        for target, chunk in sorted(found, key=lambda pair: (pair[1].stored.file, pair[1].stored.start)):
+            reader.fill(target, chunk)
+
+
+def _experts(
+    source: Source, name: str, tensor: Tensor, first: int, experts: int
+) -> Iterator[tuple[Tensor, Chunk]]:
+    """Whole experts (E_local, rows, columns), the first of them `first`."""
+    for number, whole in enumerate(tensor.detach()):
+        for piece, chunk in source.chunks(name, tuple(whole.shape), first + number, experts):
+            yield whole.view(-1)[piece.first : piece.first + piece.count], chunk
+
+
+def _shards(source: Source, name: str, tensor: Tensor, cut: Cut, rank: int) -> Iterator[tuple[Tensor, Chunk]]:
+    """This rank's elements of every expert, (E, P), padding zero."""
+    held = cut.span(rank)
+    tensor.detach()[:, held.stop - held.start :] = 0.0
+    for expert, shard in enumerate(tensor.detach()):
+        for piece, chunk in source.chunks(name, (cut.rows, cut.columns), expert, tensor.shape[0]):
+            begin, end = max(piece.first, held.start), min(piece.first + piece.count, held.stop)
+            if begin < end:
+                first = chunk.first + begin - piece.first
+                part = dataclasses.replace(chunk, first=first, count=end - begin)
+                yield shard[begin - held.start : end - held.start], part
 
 
 def fill_shards(shards: Tensor, cut: Cut, rank: int, read: Callable[[int], Tensor]) -> None:
@@ -180,72 +250,3 @@ def _fill_rotary(model: Any) -> None:
     for module in model.modules():
         if any(name in module._non_persistent_buffers_set for name, _ in module.named_buffers(recurse=False)):
             model._init_weights(module)
-
-
-class _Shards:
-    """The safetensors files of a transformers checkpoint."""
-
-    def __init__(self, folder: Path, file_of: dict[str, str], stack: contextlib.ExitStack) -> None:
-        self._folder = folder
-        self._file_of = file_of
-        self._stack = stack
-        self._open: dict[str, Any] = {}
-
-    @classmethod
-    @contextlib.contextmanager
-    def opened(cls, folder: Path) -> Iterator[_Shards]:
-        with contextlib.ExitStack() as stack:
-            try:
-                yield cls(folder, _file_of(folder), stack)
-            except (OSError, ValueError, KeyError, SafetensorError) as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise ConfigError(f"model.checkpoint={str(folder)!r}: cannot be read: {error}") from error
-
-    def read(self, name: str, shape: torch.Size, span: tuple[int, int] | None) -> Tensor:
-        """The tensor `name` of the model; for an experts parameter rows span[0] .. span[0] + shape[0] - 1 of it.
-
-        transformers 5 writes experts one by one (experts.7.gate_proj.weight); the fused three-dimensional names of its
-        modules are read as well.
-        """
-        first = 0 if span is None else span[0]
-        if name in self._file_of:
-            part = self._slice(name)
-            values = part[first : first + shape[0]] if span is not None else part[:] if shape else part
-        else:
-            values = self._stacked(name, range(first, first + shape[0]))
-        if values.shape != shape:
-            raise ConfigError(
-                f"model.checkpoint={str(self._folder)!r}: {name} has shape {tuple(values.shape)}, the configuration "
-                f"asks for {tuple(shape)}"
-            )
-        return values
-
-    def _stacked(self, name: str, experts: range) -> Tensor:
-        stem, _, leaf = name.rpartition(".")
-        if not stem.endswith("experts"):
-            raise ConfigError(f"model.checkpoint={str(self._folder)!r}: holds no tensor {name!r}")
-        parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
-        rows = [torch.cat([self._whole(f"{stem}.{e}.{part}.weight") for part in parts]) for e in experts]
-        return torch.stack(rows)
-
-    def _whole(self, name: str) -> Tensor:
-        if name not in self._file_of:
-            raise ConfigError(f"model.checkpoint={str(self._folder)!r}: holds no tensor {name!r}")
-        return self._slice(name)[:]
-
-    def _slice(self, name: str) -> Any:
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
-        return self._open[file].get_slice(name)
-
-
-def _file_of(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
-    if (folder / INDEX).is_file():
-        return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
-    if not (folder / SINGLE).is_file():
-        raise ConfigError(f"model.checkpoint={str(folder)!r}: neither {SINGLE} nor {INDEX} there")
-    with safe_open(folder / SINGLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), SINGLE)
