@@ -86,6 +86,14 @@ def train(
             "change that.",
         ),
     ] = False,
+    auto_resume: Annotated[
+        bool,
+        typer.Option(
+            "--auto-resume",
+            help="--resume where the run has a checkpoint, else start, over what an earlier try left: the same command "
+            "may be run again and again, as torchrun --max-restarts and schedulers do. Needs train.checkpoint_every.",
+        ),
+    ] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -107,11 +115,17 @@ def train(
     - tensorboard/: where tensorboard is installed
     - report.html: after lrmoe report runs/<name>
 
+    With train.checkpoint_every, SIGTERM to any rank, or to the command itself, ends the run on all ranks after the step
+    that they are in, with a checkpoint and exit code 0; a second one, two seconds later or more, ends it at once.
+
     With lrmoe.observe=true the run is exact and ends with a table of what pruning would have saved.
     """
     options = {"model.preset": preset, "train.steps": steps, "train.name": name}
     given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
-    settings = _settings(config, [*(overrides or []), *given], resume, overwrite)
+    given = [*(overrides or []), *given]
+    if auto_resume:
+        resume, overwrite = _auto(config, given, resume, overwrite)
+    settings = _settings(config, given, resume, overwrite)
     _check_policy(settings.lrmoe.policy)
     summary = _train(settings, ep, resume, overwrite)
     if summary is None:
@@ -139,6 +153,16 @@ def _settings(config: Path | None, overrides: list[str], resume: bool, overwrite
     from lrmoe.training.config import TrainConfig
 
     return TrainConfig.load(config, overrides)
+
+
+def _auto(config: Path | None, overrides: list[str], resume: bool, overwrite: bool) -> tuple[bool, bool]:
+    """Whether to resume and whether to overwrite, for --auto-resume."""
+    for option, given in (("--resume", resume), ("--overwrite", overwrite)):
+        if given:
+            raise ConfigError(f"--auto-resume with {option}: it decides that itself; valid: one of them")
+    from lrmoe.training.resume import resume_or_start
+
+    return resume_or_start(config, overrides)
 
 
 def _check_policy(name: str) -> None:
@@ -182,7 +206,11 @@ def _train_locally(settings: TrainConfig, ep: int, resume: bool, overwrite: bool
         )
     tables = settings.replace(train={"device": "cpu"}).to_dict()
     results: list[Mapping[str, Any]] = run_workers(
-        "lrmoe.training.run:run_rank", ep, (tables, resume, True, overwrite)
+        "lrmoe.training.run:run_rank",
+        ep,
+        (tables, resume, True, overwrite),
+        timeout_s=settings.train.timeout_s,
+        pass_sigterm=settings.train.checkpoint_every > 0,
     )
     return results[0]
 

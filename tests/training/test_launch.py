@@ -121,7 +121,8 @@ def save_slowly(folder: str) -> None:
 
 
 def ignore_stops(folder: str) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     note_and_sleep(folder)
 
 

@@ -157,6 +157,13 @@ class LoopConfig(_Table):
         choices=("float32", "bfloat16"),
     )  # fmt: skip
     device: str = _option("auto", "Where to train.", kind=str, choices=("auto", "cpu", "cuda"))
+    timeout_s: float = _option(
+        600.0,
+        "Seconds that ranks wait for each other before the run ends with an error.",
+        kind=NUMBER,
+        least=1,
+        below=1e6,
+    )
     activation_checkpointing: str = _option(
         "none",
         "Recompute decoder layers in backward.",

@@ -4,14 +4,16 @@
         |-- python -m lrmoe.training.launch FOLDER 0   function(a, b) -> result-0.pickle or failure-0.json
         `-- python -m lrmoe.training.launch FOLDER 1   function(a, b) -> result-1.pickle or failure-1.json
 
-The parent half imports no torch. An interrupt or SIGTERM of the parent goes on to the workers: they unwind, which
-closes files and removes half a checkpoint, and are killed if that takes longer than STOP_S. A worker whose standard
-input closes has lost its parent: it unwinds in the same way and removes FOLDER.
+The parent half imports no torch. An interrupt or SIGTERM of the parent interrupts the workers: they unwind, which
+closes files and removes half a checkpoint, and are killed if that takes longer than STOP_S. Functions that take SIGTERM
+as a request get it passed on instead, and the parent waits for what they return. A worker whose standard input closes
+has lost its parent: it unwinds in the same way and removes FOLDER.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -24,24 +26,37 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
 import lrmoe.errors
 from lrmoe.errors import ConfigError, LRMoEError, RankError
+from lrmoe.training.stop import StopRequest, stop_on_sigterm
 
 POLL_S = 0.05
 GRACE_S = 5.0  # how long the other ranks may take to report once one has failed
 STOP_S = 5.0  # how long a worker may take to unwind once it is told to stop
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class WorkerError(LRMoEError, RuntimeError):
     """A worker failed with an error that is not one of this package's, was killed, or ran out of time."""
 
 
+class StoppedError(WorkerError):
+    """A worker was interrupted or ended by SIGTERM."""
+
+
 def run_workers(
-    function: str, world_size: int, args: Sequence[Any] = (), *, time_limit_s: float | None = None
+    function: str,
+    world_size: int,
+    args: Sequence[Any] = (),
+    *,
+    time_limit_s: float | None = None,
+    timeout_s: float = 1800.0,
+    pass_sigterm: bool = False,
 ) -> list[Any]:
     """Call a function in `world_size` new processes that form one gloo group, one thread each.
 
@@ -49,6 +64,8 @@ def run_workers(
         function: import path "package.module:name"; called as name(*args) on every rank.
         args: picklable arguments, the same for all ranks.
         time_limit_s: wall-clock limit for the whole call; None is none.
+        timeout_s: how long a worker waits for another one in an exchange.
+        pass_sigterm: pass the first SIGTERM of this process on to the workers and wait for what they return.
 
     Returns:
         What the function returned, by rank.
@@ -56,46 +73,45 @@ def run_workers(
     Raises:
         LRMoEError: the first failing rank's error, of its own class; its traceback is in `__cause__`.
         WorkerError: a rank failed with another error, was killed, or time ran out. All processes are gone by then.
-        SystemExit: this process got SIGTERM, with the exit code of a process that ended by it.
+        SystemExit: this process got SIGTERM, with the exit code of a process that ended by it; with `pass_sigterm` the
+            second time only, or where a worker was not ready for it.
     """
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: must be at least 1")
+    workers: list[subprocess.Popen[bytes]] = []
+    to_all = functools.partial(_signal_all, workers, signal.SIGTERM)
+    request = StopRequest(to_all if pass_sigterm else _leave, again=_leave)
     with (
-        _sigterm_raises(),
+        stop_on_sigterm(request, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL),
         tempfile.TemporaryDirectory(prefix="lrmoe-workers-", ignore_cleanup_errors=True) as name,
     ):
         folder = Path(name)
         (folder / "call.pickle").write_bytes(
-            pickle.dumps((function, world_size, tuple(args), sys.path, sys.argv))
+            pickle.dumps((function, world_size, tuple(args), timeout_s, sys.path, sys.argv))
         )
-        workers: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world_size):
                 workers.append(_spawn(folder, rank))
             _wait(workers, folder, time_limit_s)
+        except StoppedError:
+            if request.asked:
+                _leave()
+            raise
         finally:
             _end(workers)
         return [pickle.loads((folder / f"result-{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM unwind this process as an interrupt does, where nobody else handles it."""
+def _leave() -> None:
+    """Unwind this process as an interrupt does."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough
+    raise SystemExit(128 + signal.SIGTERM)
 
-    def leave(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # one is enough
-        raise SystemExit(128 + number)
 
-    ours = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if ours:
-        signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _signal_all(workers: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            worker.send_signal(number)
 
 
 def _spawn(folder: Path, rank: int) -> subprocess.Popen[bytes]:
@@ -142,10 +158,8 @@ def _settle(workers: list[subprocess.Popen[bytes]], limit_s: float = GRACE_S) ->
 def _end(workers: list[subprocess.Popen[bytes]]) -> None:
     """Stop what still runs; kill what does not stop, at once if there is a second interrupt."""
     try:
-        running = [worker for worker in workers if worker.poll() is None]
-        for worker in running:
-            worker.terminate()
-        _settle(running, STOP_S)
+        _signal_all(workers, signal.SIGINT)
+        _settle(workers, STOP_S)
     finally:
         for worker in workers:
             if worker.poll() is None:
@@ -171,28 +185,40 @@ def _raise_first(workers: list[subprocess.Popen[bytes]], folder: Path) -> None:
     kind = getattr(lrmoe.errors, first["name"], None)
     if isinstance(kind, type) and issubclass(kind, LRMoEError):
         raise kind(first["message"]) from cause
-    raise WorkerError(f"rank {first['rank']}: {first['name']}: {first['message']}") from cause
+    told = first["name"] == KeyboardInterrupt.__name__ or first["message"] == _ended_by(signal.SIGTERM)
+    error = StoppedError if told else WorkerError
+    raise error(f"rank {first['rank']}: {first['name']}: {first['message']}") from cause
 
 
 def _died(rank: int, code: int, folder: Path) -> dict[str, Any]:
     log = folder / f"log-{rank}.txt"
     tail = log.read_text(errors="replace")[-2000:] if log.exists() else "(its output is above)"
-    how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+    how = _ended_by(-code) if code < 0 else f"exit code {code}"
     # Time 0: a rank that could not even report is the cause of its peers' errors.
     return {"rank": rank, "name": "process", "message": how, "traceback": tail, "time": 0.0}
+
+
+def _ended_by(number: int) -> str:
+    return f"ended by signal {number}"
 
 
 # The worker's half.
 
 
 def _stop_when_told() -> None:
-    """Let SIGTERM raise KeyboardInterrupt, once."""
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt, once."""
 
     def stop(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # nothing interrupts the clean-up
+        _ignore_stops()  # nothing interrupts the clean-up
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in STOPS:
+        signal.signal(number, stop)
+
+
+def _ignore_stops() -> None:
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _leave_with_parent(folder: Path) -> threading.Event:
@@ -206,7 +232,7 @@ def _leave_with_parent(folder: Path) -> threading.Event:
     def watch() -> None:
         sys.stdin.buffer.read()
         gone.set()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
         time.sleep(STOP_S)  # as a daemon: the main thread usually ends the process before
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
@@ -219,17 +245,22 @@ def _work(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    function, world_size, args, path, command = pickle.loads((folder / "call.pickle").read_bytes())
+    from lrmoe.distributed.peers import telling, waiting
+
+    function, world_size, args, timeout_s, path, command = pickle.loads((folder / "call.pickle").read_bytes())
     sys.path[:], sys.argv[:] = path, command  # figures name the command that somebody typed
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
     module, _, name = function.partition(":")
-    result = getattr(importlib.import_module(module), name)(*args)
-    part = folder / f"result-{rank}.part"
-    part.write_bytes(pickle.dumps(result))
-    part.rename(folder / f"result-{rank}.pickle")
-    dist.barrier()  # nobody leaves while a peer may still talk to it
+    with telling():
+        result = getattr(importlib.import_module(module), name)(*args)
+        part = folder / f"result-{rank}.part"
+        part.write_bytes(pickle.dumps(result))
+        part.rename(folder / f"result-{rank}.pickle")
+        with waiting("the end of all ranks"):
+            dist.barrier()  # nobody leaves while a peer may still talk to it
     dist.destroy_process_group()
 
 
@@ -242,7 +273,7 @@ def main() -> int:
         _work(folder, rank)
         return 0
     except BaseException as error:  # a worker has nobody else to tell
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is on its way out
+        _ignore_stops()  # it is on its way out
         with contextlib.suppress(FileNotFoundError):  # the folder goes with the parent
             _report(folder, rank, error)
         return 1

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from lrmoe.checkpoint import BackgroundSaver, agreed
 from lrmoe.checkpoint.agree import rank_of, size_of
+from lrmoe.distributed.peers import waiting
 from lrmoe.errors import ConfigError
 from lrmoe.planning.policies import Policy
 from lrmoe.training.config import TrainConfig
@@ -44,6 +45,8 @@ class Trainer:
     Attributes:
         after_backward: called with the number of each micro-batch after its backward and before any update, when
             weights are still those that its forward used; None by default.
+        stop_asked: whether this process was asked to stop, looked up in every step. stopping: after a step, whether any
+            rank was: the same on all ranks.
 
     Args:
         config: the run; `config.train.steps` only shapes the learning rate here.
@@ -85,6 +88,8 @@ class Trainer:
         self.totals = Totals()
         self.background = BackgroundSaver(group)
         self.after_backward: Callable[[int], None] | None = None
+        self.stop_asked: Callable[[], bool] = lambda: False
+        self.stopping = False
         self.parameters.zero_grad()
 
     def _build(self) -> nn.Module:
@@ -130,7 +135,8 @@ class Trainer:
         loss = torch.stack(
             [self._micro_batch(number) for number in range(self.config.train.accumulate)]
         ).sum()
-        reduced = self.parameters.reduce(loss, self.config.optim.clip_norm)
+        reduced = self.parameters.reduce(loss, self.config.optim.clip_norm, stop=self.stop_asked())
+        self.stopping |= reduced.stop
         lr = self.optimizer.learning_rate(self.steps_done)
         self._update(reduced)
         records = self.handle.telemetry.drain()
@@ -168,7 +174,8 @@ class Trainer:
             )
             total += self._losses(tokens.to(self.device))[0]
         if self.world_size > 1:
-            dist.all_reduce(total, group=self.group)
+            with waiting("the sum of all ranks' evaluation losses"):
+                dist.all_reduce(total, group=self.group)
         self.model.train()
         self.handle.telemetry.drain()
         return total.item() / batches

@@ -1,7 +1,8 @@
 """Parameters, their gradients and AdamW, with dense gradients averaged and expert gradients counted once.
 
-    dense gradients    one flat buffer, every .grad a view into it; one all-reduce, which also carries two scalars:
-                       [ g_0 | g_1 | ... | g_n | sum of squares of this rank's expert gradients | this rank's loss ]
+    dense gradients    one flat buffer, every .grad a view into it; one all-reduce, which also carries three scalars:
+                       [ g_0 | g_1 | ... | g_n | sum of squares of this rank's expert gradients | this rank's loss |
+                         1 where this rank was asked to stop ]
     expert gradients   arrive summed over the ranks' tokens; each rank's loss is a mean over its own, hence / R
                    whole experts or shards: the ranks' parts are disjoint, so their sums of squares add up
 
@@ -20,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lrmoe.checkpoint.agree import size_of
+from lrmoe.distributed.peers import waiting
 from lrmoe.planning.shards import Cut
 from lrmoe.training.config import OptimConfig
 from lrmoe.training.model import expert_cuts, expert_spans
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_TAIL = 3  # scalars behind the dense gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +56,12 @@ class Reduced:
     Attributes:
         loss: mean over all ranks.
         norm: of the whole gradient, before clipping.
+        stop: whether any rank was asked to stop.
     """
 
     loss: float
     norm: float
+    stop: bool = False
 
     @property
     def finite(self) -> bool:
@@ -87,7 +92,7 @@ class Parameters:
         self._flat = self._bind_dense()
 
     def _bind_dense(self) -> Tensor:
-        size = sum(entry.master.numel() for entry in self.dense) + 2
+        size = sum(entry.master.numel() for entry in self.dense) + _TAIL
         like = (self.dense or self.entries)[0].master
         flat = torch.zeros(size, dtype=like.dtype, device=like.device)
         start = 0
@@ -113,21 +118,27 @@ class Parameters:
                 entry.master.grad.add_(entry.parameter.grad)
             entry.parameter.grad = None
 
-    def reduce(self, loss: Tensor, clip_norm: float) -> Reduced:
+    def reduce(self, loss: Tensor, clip_norm: float, *, stop: bool = False) -> Reduced:
         """Average over ranks and clip, in place: one all-reduce and one read-back.
 
         Args:
             loss: this rank's mean loss, 0-dim.
             clip_norm: limit on the norm of the whole gradient; 0 is none.
+            stop: whether this rank was asked to stop.
+
+        Raises:
+            RankError: some rank was lost, or did not come in time.
         """
         expert_grads = [entry.master.grad for entry in self.experts if entry.master.grad is not None]
-        self._flat[-2] = _squares(expert_grads) / self._world_size**2 if expert_grads else 0.0
-        self._flat[-1] = loss
+        dense, tail = self._flat[:-_TAIL], self._flat[-_TAIL:]
+        tail[0] = _squares(expert_grads) / self._world_size**2 if expert_grads else 0.0
+        tail[1] = loss
+        tail[2] = float(stop)
         if self._world_size > 1:
-            dist.all_reduce(self._flat, group=self._group)
-        dense = self._flat[:-2]
-        squares = torch.linalg.vector_norm(dense).square() / self._world_size**2 + self._flat[-2]
-        norm, total_loss = torch.stack([squares.sqrt(), self._flat[-1]]).tolist()
+            with waiting("the sum of all ranks' gradients"):
+                dist.all_reduce(self._flat, group=self._group)
+        squares = torch.linalg.vector_norm(dense).square() / self._world_size**2 + tail[0]
+        norm, total_loss, asked = torch.stack([squares.sqrt(), *tail[1:]]).tolist()
         scale = 1.0 / self._world_size
         if clip_norm and norm > clip_norm:
             scale *= clip_norm / norm
@@ -135,7 +146,7 @@ class Parameters:
             dense.mul_(scale)
             if expert_grads:
                 torch._foreach_mul_(expert_grads, scale)
-        return Reduced(loss=total_loss / self._world_size, norm=norm)
+        return Reduced(loss=total_loss / self._world_size, norm=norm, stop=asked > 0)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lrmoe.checkpoint.agree import rank_of, size_of
+from lrmoe.distributed.peers import waiting
 from lrmoe.telemetry import PARTS, PHASES, CallRecord
 
 # What differs between ranks; everything else in a record is the same on all of them.
@@ -42,7 +43,8 @@ def gather_records(
     observed = sorted({name for r in records for name in r.observed})  # the same names on all ranks
     rows = torch.tensor([_encode(r, observed) for r in records], dtype=torch.float64, device=device)
     table = rows.new_empty((size_of(group), *rows.shape))
-    dist.all_gather(list(table), rows, group=group)
+    with waiting("the exchange of all ranks' call records"):
+        dist.all_gather(list(table), rows, group=group)
     by_rank = [
         [_decode(record, row, observed) for record, row in zip(records, rows_of_rank, strict=True)]
         for rows_of_rank in table.tolist()

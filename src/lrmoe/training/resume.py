@@ -9,7 +9,7 @@ from typing import Any
 from lrmoe.checkpoint import Manifest, find_steps, folder_of
 from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.training.config import LoopConfig, TrainConfig, read_tables, read_toml
-from lrmoe.training.folder import CONFIG
+from lrmoe.training.folder import CONFIG, SUMMARY
 
 SOURCES = ("preset", "config", "checkpoint")  # of a model
 
@@ -31,6 +31,27 @@ def resumed_config(path: str | Path | None = None, overrides: Sequence[str] = ()
     config = TrainConfig.from_dict(values)
     refuse_changes(stored.to_dict()["model"], config.to_dict()["model"], "model")
     return config
+
+
+def resume_or_start(path: str | Path | None = None, overrides: Sequence[str] = ()) -> tuple[bool, bool]:
+    """What a command that may be run again and again has to do: (resume, overwrite).
+
+    It resumes where the run's folder holds a checkpoint, usable or not. Otherwise it starts, and overwrites what an
+    unfinished try left, but not what a finished run did.
+
+    Raises:
+        ConfigError: there is no checkpoint and none would be made, so that no restart could ever go on.
+    """
+    given = read_tables(path, overrides)
+    loop = _loop(given)
+    folder = Path(loop.runs) / loop.name
+    if find_steps(folder / "checkpoints"):
+        return True, False
+    if not TrainConfig.from_dict(given).train.checkpoint_every:
+        raise ConfigError(
+            "train.checkpoint_every=0 with --auto-resume: a restart would begin anew; valid: 1 or more"
+        )
+    return False, not (folder / SUMMARY).exists()
 
 
 def refuse_changes(saved: Mapping[str, Any], given: Mapping[str, Any], table: str) -> None:

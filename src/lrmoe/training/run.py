@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lrmoe.checkpoint import gathered
-from lrmoe.errors import require_extra
+from lrmoe.distributed.peers import telling
+from lrmoe.errors import ConfigError, require_extra
 from lrmoe.telemetry.figures import environment
 from lrmoe.telemetry.layers import layer_histograms
 from lrmoe.telemetry.live import Reporter, TensorBoard, WandB
@@ -20,6 +21,7 @@ from lrmoe.training.loop import Trainer
 from lrmoe.training.metrics import MetricsWriter, Progress
 from lrmoe.training.process import Process, joined
 from lrmoe.training.state import checkpoint_root
+from lrmoe.training.stop import StopRequest, stop_on_sigterm
 from lrmoe.training.traces import TraceLog, about_model, wanted
 
 log = logging.getLogger(__name__)
@@ -36,11 +38,22 @@ def run_rank(
         show_progress: a bar or log lines on rank 0.
         overwrite: replace an earlier run of the same name.
     """
-    settings = TrainConfig.from_dict(config)
-    with joined(settings.train.device) as process:
+    settings, request = TrainConfig.from_dict(config), StopRequest()
+    with (
+        stop_on_sigterm(request, settings.train.checkpoint_every > 0),
+        joined(settings.train.device, timeout_s=settings.train.timeout_s) as process,
+        telling(),
+    ):
         if process.is_main and show_progress:
             logging.basicConfig(level=logging.INFO, format="%(message)s")
-        return train(settings, process, resume=resume, show_progress=show_progress, overwrite=overwrite)
+        return train(
+            settings,
+            process,
+            resume=resume,
+            show_progress=show_progress,
+            overwrite=overwrite,
+            stop_asked=lambda: request.asked,
+        )
 
 
 def train(
@@ -50,22 +63,29 @@ def train(
     resume: bool = False,
     show_progress: bool = True,
     overwrite: bool = False,
+    stop_asked: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Train to `config.train.steps`; writes config.toml, metrics.jsonl, trace.parquet, summary.json and checkpoints.
 
     Nothing is written before model, text and, when resuming, the checkpoint have been loaded.
 
+    Args:
+        stop_asked: asked once a step; when true on any rank, all save after that step and return.
+
     Raises:
         ConfigError: something does not fit, or the folder holds an earlier run and neither `resume` nor `overwrite` is
             set; checkpoints are never overwritten.
         CheckpointError: nothing usable to resume from.
+        RankError: some rank was lost, failed, or did not come in time. Nothing is saved then.
         MissingExtraError: train.wandb is set and wandb is not installed.
     """
     if config.train.wandb is not None:
         _on_main(process, lambda: require_extra("wandb", "wandb"))
+    _agree_to_resume(config, process, resume)
     if not resume:
         _on_main(process, lambda: check_free(config, overwrite=overwrite))
     trainer = Trainer(config, process.group, device=process.device)
+    trainer.stop_asked = stop_asked
     start = trainer.resume() if resume else 0
     _on_main(process, lambda: claim(config, config.write, fresh=not resume))
     reporters: list[Reporter] = []
@@ -84,8 +104,21 @@ def train(
             _loop(trainer, None, None, None)
     summary = _summary(trainer)
     if process.is_main:
+        if not summary["finished"]:
+            log.info("stopped at step %d of %d; --resume goes on", trainer.steps_done, config.train.steps)
         (config.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
+
+
+def _agree_to_resume(config: TrainConfig, process: Process, resume: bool) -> None:
+    """Each rank may have looked for itself whether there is something to resume."""
+    found = gathered(process.group, lambda: resume)
+    if len(set(found)) > 1:
+        seeing = ", ".join(str(rank) for rank, one in enumerate(found) if one)
+        raise ConfigError(
+            f"train.runs={config.train.runs!r}: only rank {seeing} of {len(found)} ranks sees checkpoints in "
+            f"{config.folder}; all ranks must share the file system"
+        )
 
 
 def _on_main(process: Process, action: Callable[[], object]) -> None:
@@ -130,7 +163,7 @@ def _loop(
     trace: TraceLog | None,
 ) -> None:
     train = trainer.config.train
-    while trainer.steps_done < train.steps:
+    while trainer.steps_done < train.steps and not trainer.stopping:
         metrics = trainer.step()
         line = metrics.as_dict() if writer is not None else {}
         done = trainer.steps_done
@@ -147,7 +180,8 @@ def _loop(
                 progress.evaluated(done, line["eval_loss"])
         if trace is not None:
             trace.add(metrics.records)
-        if train.checkpoint_every and (done % train.checkpoint_every == 0 or done == train.steps):
+        last = done == train.steps or trainer.stopping
+        if train.checkpoint_every and (done % train.checkpoint_every == 0 or last):
             trainer.save()
 
 
@@ -158,6 +192,7 @@ def _summary(trainer: Trainer) -> dict[str, Any]:
         "folder": str(config.folder),
         "world_size": trainer.world_size,
         "steps": trainer.steps_done,
+        "finished": trainer.steps_done >= config.train.steps,
         "steps_skipped": trainer.steps_skipped,
         **trainer.totals.summary(),
         "checkpoints": [str(path) for path in sorted(checkpoint_root(trainer).glob("step-*"))],
