@@ -76,15 +76,23 @@ def install_sharded_experts(model: nn.Module, group: ProcessGroup | None) -> Non
     """Replace every experts module by one that keeps this rank's part of all its experts.
 
     Call it before making the optimizer or wrapping the model, on every rank. Shards of all ranks together are the
-    weights the model had, at any number of ranks.
+    weights the model had, at any number of ranks. What modules share they go on sharing.
 
     Raises:
         UnsupportedError: an experts module that lrmoe does not execute. Nothing has been changed then.
         ConfigError: the number of experts is not a multiple of the group's size. Nothing has been changed then.
     """
-    found = {name: ShardedExperts(module, name, group) for name, module in find_experts(model).items()}
-    for name, experts in found.items():
-        model.set_submodule(name, experts)
+    wholes = find_experts(model)
+    found = {module: ShardedExperts(module, name, group) for name, module in wholes.items()}
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for module, experts in found.items():
+        for projection in PROJECTIONS:
+            whole: nn.Parameter = getattr(module, projection)
+            setattr(experts, projection, shards.setdefault(whole, getattr(experts, projection)))
+    places = list(model.named_modules(remove_duplicate=False))
+    for name, place in places:
+        if place in found:
+            model.set_submodule(name, found[place])
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, Cut]:
