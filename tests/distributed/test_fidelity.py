@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lrmoe.checkpoint.layers import layers_of
 from lrmoe.layer import MoELayer
 from lrmoe.planning.score_bins import COLUMNS
 from lrmoe.telemetry import CallRecord
-from lrmoe.training.state import reshard
 from tests.distributed.calls import bounds_of, even
 from tests.distributed.pool import Pool
 from tests.layer.harness import build, pruning, run
@@ -139,12 +139,18 @@ def saved_states(selection: str) -> dict[str, Any]:
     return layer.state_dict()
 
 
+def own_part(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Worker: what a checkpoint of one layer gives this rank."""
+    stored = [{"layers": {"it": state}} for state in states]
+    return layers_of(stored, dist.get_rank(), dist.get_world_size())["layers"]["it"]
+
+
 def goes_on(selection: str, states: list[dict[str, Any]]) -> tuple[list[int], int, float]:
     """Worker: another number of ranks takes the states over; the first call's quotas and what it knows."""
     group = dist.group.WORLD
     config = pruning(max_drop=0.6, max_added_variance=0.1, selection=selection)
     layer = build(CASE, config, group=group, step=5)
-    layer.load_state_dict(reshard(states, dist.get_rank(), dist.get_world_size()))
+    layer.load_state_dict(own_part(states))
     unsent = layer.controller.learned.calls
     found = advance(layer, config, range(5, 6))[0]
     return found.quota_E, unsent, -1.0 if found.variance_known is None else found.variance_known
@@ -169,7 +175,7 @@ def other_way(estimator: str, selection: str, states: list[dict[str, Any]]) -> t
     limit = {"max_added_variance": 0.1} if estimator == "sampled" else {}
     config = pruning(max_drop=0.6, estimator=estimator, selection=selection, **limit)
     layer = build(CASE, config, group=dist.group.WORLD, step=5)
-    layer.load_state_dict(reshard(states, dist.get_rank(), dist.get_world_size()))
+    layer.load_state_dict(own_part(states))
     known = float(layer.controller.learned.sums_XF.sum())
     return advance(layer, config, range(5, 6))[0].quota_E, known
 

@@ -20,7 +20,7 @@ from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
 from lrmoe.training.resume import ranks_saved
-from lrmoe.training.state import checkpoint_root, reshard
+from lrmoe.training.state import checkpoint_root
 from tests.distributed.pool import Pool
 from tests.training.tiny import float64_model, local_state, tiny_config, whole_state
 
@@ -100,17 +100,6 @@ def test_two_ranks_then_one_then_two(pool2: Pool, tmp_path: Path, caplog: pytest
     for name in through:
         torch.testing.assert_close(alone[name], through[name], rtol=1e-10, atol=1e-13)
         assert torch.equal(again[name], through[name])
-
-
-@pytest.mark.distributed
-def test_controllers_follow_their_experts_to_another_number_of_ranks() -> None:
-    ranks = [
-        {"step": 3, "layers": {"a": {"mean": [1.0, 2.0]}}},
-        {"step": 3, "layers": {"a": {"mean": [3.0, 4.0]}}},
-    ]
-    assert reshard(ranks, 0, 1) == {"step": 3, "layers": {"a": {"mean": [1.0, 2.0, 3.0, 4.0]}}}
-    assert [reshard(ranks, r, 4)["layers"]["a"]["mean"] for r in range(4)] == [[1.0], [2.0], [3.0], [4.0]]
-    assert reshard(ranks, 1, 2) is ranks[1]
 
 
 def test_a_corrupt_checkpoint_is_passed_over(tmp_path: Path) -> None:

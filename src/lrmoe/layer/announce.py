@@ -54,7 +54,11 @@ class Planned:
 
 
 class Announcer:
-    """Gathers counts, raises faults on every rank, and plans."""
+    """Gathers counts, raises faults on every rank, and plans.
+
+    Attributes:
+        past: what policies that plan from history know of past calls.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class Announcer:
                 f"max_drop={config.max_drop}: policy={config.policy!r} drops nothing; valid: max_drop=0, or drops=True "
                 "in the INFO of a policy that leaves pairs out"
             )
-        self._past = PastCalls(config.policy)
+        self.past = PastCalls(config.policy)
         self._timing = Timing(controller.drops)
         self._planner = CallPlanner(
             config=config, comm=comm, topology=topology, controller=controller, policy=self._policy
@@ -139,11 +143,11 @@ class Announcer:
             self._controller.prices = self._prices(moment, gradients, compute_dtype, drop)
             budget = self._budget(inputs, moment, gradients, compute_dtype, weight_bytes, tokens_R)
             budget.checkpointed |= checkpointed
-            history = self._past.history()
+            history = self.past.history()
             chosen = self._planner.choose(counts_RE, drop, scores, budget, history, inputs.x_TH.device)
             plan = chosen.plan
             if moment is not None:
-                self._past.add(plan)
+                self.past.add(plan)
         record = self._record(plan, moment, inputs)
         record.variance_known, record.control = chosen.predicted, chosen.told
         open_call = OpenCall(record=record, clock=clock)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
@@ -20,6 +22,7 @@ from lrmoe.planning.problem import FloatArray
 from lrmoe.planning.restore import value_of
 from lrmoe.planning.score_bins import COLUMNS, ScoreHistory
 
+log = logging.getLogger(__name__)
 _PATIENCE = 64  # training calls of one layer in what should be one optimizer step
 
 
@@ -62,6 +65,14 @@ class StepClock:
             "lrmoe: gradients flow through MoE layers in evaluation mode: backward is exact and nothing is counted. "
             "To train, call model.train() first (from_pretrained returns a model in evaluation mode)."
         )
+
+    def say_anew(self, text: str) -> None:
+        """Say once, for all layers and ranks, what a restored state could not bring."""
+        if text in self._warned:
+            return
+        self._warned.add(text)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            log.warning("lrmoe: %s", text)
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:

@@ -161,6 +161,20 @@ class Learned:
         if unsent is not None:
             self.calls, self.predicted, self.booked_2 = unsent
 
+    def lost(self, state: Mapping[str, Any]) -> str:
+        """Why scores of a state that `load` takes begin anew; empty where they go on, or where there are none."""
+        own = state.get("own")
+        if not self.sums_XF.numel() or not isinstance(own, Mapping):
+            return ""
+        if own.get("score_sums") and not (self._own and own.get("ranks") == self.ranks):
+            return (
+                "scores of past calls begin anew: with selection='local' every rank knew those of its own pairs only, "
+                f"and there were {own.get('ranks')} ranks"
+            )
+        if self._own and state.get("score_sums"):
+            return "scores of past calls begin anew: they were kept by expert, and selection='local' keeps them by rank"
+        return ""
+
     def _sums_of(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> Tensor:
         """Sums that a state holds for this rank, fp64 (X, COLUMNS); zeros where it holds none."""
         fresh = torch.zeros_like(self.sums_XF, device="cpu")

@@ -200,13 +200,26 @@ class MoELayer:
             self.storage.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able controller state of this rank."""
-        return self.controller.state_dict()
+        """JSON-able state of this rank: the controller's, and `past`, what policies that plan from history know."""
+        return {**self.controller.state_dict(), "past": self._announcer.past.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; ConfigError where it does not fit this layer."""
+        """Restore what `state_dict` gave; a log line says what of it begins anew, as at another number of ranks.
+
+        Raises:
+            ConfigError: it does not fit this layer; nothing is changed then.
+        """
+        past, given = self._announcer.past, state.get("past")
+        try:
+            history = past.checked(given, self.topology)
+        except ConfigError as error:
+            raise ConfigError(f"state of layer {self.layer}: {error}") from error
+        lost = [past.lost(given, self.topology), self.controller.learned.lost(state)]
         self.controller.load_state_dict(state)
+        past.load(history)
         self._release_weights()
+        for said in filter(None, lost):
+            self.clock.say_anew(said)
 
     def _stored(self, ids_TK: Tensor) -> Tensor:
         """Ids as a replay keeps them: as narrow as they fit, "no expert" as -1."""

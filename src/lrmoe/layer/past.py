@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
-from lrmoe.planning import LayerPlan, policy_info
+from lrmoe.planning import LayerPlan, Topology, policy_info
 from lrmoe.planning.problem import History, IntArray
+from lrmoe.planning.saved import history_state, read_history
 
 _CALLS = 16  # more than any policy's window
 
@@ -18,6 +21,7 @@ class PastCalls:
     """
 
     def __init__(self, policy: str) -> None:
+        self._policy = policy
         self._needed = policy_info(policy).inputs in ("history", "both")
         self._counts: deque[IntArray] = deque(maxlen=_CALLS)
         self._previous: LayerPlan | None = None
@@ -35,3 +39,40 @@ class PastCalls:
             self._counts.append(plan.counts_RE)
             self._previous = plan
             self._step += 1
+
+    def state(self) -> dict[str, Any] | None:
+        """JSON-able, the same on all ranks; None where nothing is remembered."""
+        history = self.history()
+        if history is None or not history.step:
+            return None
+        return {"policy": self._policy, "ranks": history.counts[-1].shape[0], **history_state(history)}
+
+    def lost(self, state: Any, topology: Topology) -> str:
+        """Why this layer cannot go on with what another one remembered; empty where it can.
+
+        Args:
+            state: what `state` gave, or None.
+        """
+        if not self._needed or not isinstance(state, Mapping):
+            return ""
+        told = f"policy={self._policy!r} begins anew: past counts and placements are"
+        if state.get("policy") != self._policy:
+            return f"{told} of policy {state.get('policy')!r}"
+        if state.get("ranks") != topology.ranks:
+            return f"{told} of {state.get('ranks')} ranks, not of {topology.ranks}"
+        return ""
+
+    def checked(self, state: Any, topology: Topology) -> History:
+        """What `load` takes from a state; changes nothing. Empty where there is none, or where it is `lost`.
+
+        Raises:
+            ConfigError: the state is not what `state` gives; names the field.
+        """
+        if not self._needed or state is None or self.lost(state, topology):
+            return History()
+        return read_history(state, topology)
+
+    def load(self, history: History) -> None:
+        """Go on from what `checked` gave."""
+        self._counts = deque(history.counts, maxlen=_CALLS)
+        self._previous, self._step = history.previous, history.step

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, gathered, open_latest, save
+from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, open_latest, save
+from lrmoe.checkpoint.layers import gather_layers, layers_of
 from lrmoe.checkpoint.manifest import MANIFEST, STATE
 from lrmoe.checkpoint.save import expert_key
 from lrmoe.distributed import Comm
@@ -125,26 +126,8 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "corpus": {"name": trainer.corpus.name, "sha256": trainer.corpus.fingerprint},
         "config": trainer.config.to_dict(),
         "model": _model_fields(trainer),
-        "layers_by_rank": gathered(trainer.group, trainer.handle.state_dict),
+        "layers_by_rank": gather_layers(trainer.group, trainer.handle.state_dict),
     }
-
-
-def reshard(states: Sequence[Any], rank: int, world_size: int) -> Any:
-    """State of the layers' controllers for one of `world_size` ranks, from the states of the ranks that saved.
-
-    A list has one value per expert of its rank: joined in rank order it covers all experts, and each rank takes its
-    part. Everything else is the same on all ranks.
-    """
-    if len(states) == world_size:
-        return states[rank]
-    first = states[0]
-    if isinstance(first, dict):
-        return {key: reshard([state[key] for state in states], rank, world_size) for key in first}
-    if isinstance(first, list):
-        joined = [value for state in states for value in state]
-        count = len(joined) // world_size
-        return joined[rank * count : (rank + 1) * count]
-    return first
 
 
 def _model_fields(trainer: Trainer) -> dict[str, Any]:
@@ -236,7 +219,7 @@ def _announce(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 def _read_layers(trainer: Trainer, checkpoint: Checkpoint) -> None:
     try:
-        own = reshard(checkpoint.state["layers_by_rank"], trainer.rank, trainer.world_size)
+        own = layers_of(checkpoint.state["layers_by_rank"], trainer.rank, trainer.world_size)
         trainer.handle.load_state_dict(own)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint.folder / STATE}: layers_by_rank: {error!r}") from error
