@@ -92,11 +92,11 @@ class Announcer:
         )
         self._homes = homes
         self._met = False
+        self._calls = 0  # of any kind, counted for messages
         self._device, self._hosts = 0, 1  # of all ranks, from the first call on
         self._device_bytes: int | None = None  # of the smallest device
         self._sizes = {
             "the number of experts": topology.experts,
-        self._calls = 0  # of any kind, counted for messages
             "the hidden size": hidden,
             "the expert width": width,
             "the layer's index": controller.layer,
@@ -261,11 +261,11 @@ class Announcer:
     ) -> Header:
         return Header(
             tokens=inputs.x_TH.shape[0],
+            layer=self._controller.layer,
             step=0 if moment is None else moment.step,
             micro_batch=0 if moment is None else moment.micro_batch,
             hidden=self._hidden,
             dtype=_DTYPE_CODES[compute_dtype],
-            layer=self._controller.layer,
             training=int(moment is not None),
             gradients=gradients,
             config=self._config_hash,
