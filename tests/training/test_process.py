@@ -3,13 +3,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lrmoe.errors import ConfigError
-from lrmoe.training.process import joined, pick_device
+from lrmoe.errors import ConfigError, RankError
+from lrmoe.training.process import _attempt, joined, pick_device
 from tests.training.tiny import tiny_config
 
 
@@ -76,9 +78,26 @@ def test_torchruns_variables_give_a_group() -> None:
         "import torch.distributed as dist\n"
         "with joined('cpu') as process:\n"
         "    print(process.rank, process.world_size, process.group is not None)\n"
+        "    print(process.group._get_backend(process.device).options._timeout)\n"
         "print(dist.is_initialized())\n"
-    )
-    assert alone_under_torchrun(code).split() == ["0", "1", "True", "False"]
+    ).replace("joined('cpu')", "joined('cpu', timeout_s=7)")
+    assert alone_under_torchrun(code).split() == ["0", "1", "True", "0:00:07", "False"]
+
+
+def test_a_restart_is_not_taken_for_an_earlier_one(tmp_path: Path) -> None:
+    """torchrun's store outlives the ranks: rank 1 finds the words of a rank 0 that is gone, and the other way round."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+
+    def start(world_size: int) -> list[str]:
+        with ThreadPoolExecutor(world_size) as threads:
+            found = [threads.submit(_attempt, store, rank, world_size, 20.0) for rank in range(world_size)]
+            return [one.result(30) for one in found]
+
+    attempts = [start(3) for _ in range(3)]
+    assert all(len(set(names)) == 1 for names in attempts)
+    assert len({names[0] for names in attempts}) == 3
+    with pytest.raises(RankError, match=r"ranks \[1, 2\] did not come within 0.1 s"):
+        _attempt(store, 0, 3, 0.1)
 
 
 @pytest.mark.distributed

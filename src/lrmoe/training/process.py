@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from lrmoe.errors import ConfigError
+from lrmoe.distributed.peers import waiting
+from lrmoe.errors import ConfigError, RankError
+
+POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +94,20 @@ def joined(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Proces
 
     A group that exists already is used and left as it is. Without torchrun's variables the process is alone.
 
+    Args:
+        device: as `pick_device`.
+        timeout_s: how long a rank waits for the others, at the start and in every exchange.
+
     Raises:
         ConfigError: a variable of torchrun's is missing or not a valid number, or as `pick_device`; names it.
+        RankError: some rank did not start in time.
     """
     ours = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if ours:
         _check_variables()
     where = pick_device(device)
     if ours:
-        dist.init_process_group(
-            "nccl" if where.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
-        )
+        _init("nccl" if where.type == "cuda" else "gloo", timeout_s)
     try:
         yield current(where)
     finally:
@@ -105,6 +115,45 @@ def joined(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Proces
             dist.destroy_process_group()
             # Cycles in a model hold the group still; gloo's threads must be gone before the interpreter ends.
             gc.collect()
+
+
+def _init(backend: str, timeout_s: float) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    with waiting("the start of all ranks"):
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store = PrefixStore(f"lrmoe/{_attempt(store, rank, world_size, timeout_s)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _attempt(store: Store, rank: int, world_size: int, limit_s: float) -> str:
+    """A name that the ranks that are starting now have in common, and no earlier ones.
+
+    torchrun keeps its store over restarts, and what dead ranks wrote there would be taken for the new ones' addresses.
+    Counts of restarts do not tell attempts apart: every node has its own.
+
+        rank r    here/<r> = a word of its own      waits for answer/<word>, then writes done/<answer>/<r>
+        rank 0    answers the words that it finds, until all ranks are done: a dead one's is written over
+    """
+    mine = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"lrmoe/here/{rank}", mine)
+        attempt = bytes(store.get(f"lrmoe/answer/{mine}")).decode()
+        store.set(f"lrmoe/done/{attempt}/{rank}", "")
+        return attempt
+    end, missing = time.monotonic() + limit_s, set(range(1, world_size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"lrmoe/done/{mine}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"lrmoe/here/{other}"]):
+                word = bytes(store.get(f"lrmoe/here/{other}")).decode()
+                store.set(f"lrmoe/answer/{word}", mine)
+        if missing and time.monotonic() > end:
+            raise RankError(
+                f"the start of all ranks: ranks {sorted(missing)} did not come within {limit_s:g} s"
+            )
+        time.sleep(POLL_S)
+    return mine
 
 
 def current(device: torch.device) -> Process:

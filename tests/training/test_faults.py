@@ -1,0 +1,287 @@
+"""Runs that are asked to stop, lose a rank, or meet a gradient that is not finite: what is saved, and who is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lrmoe.checkpoint import find_steps, folder_of, open_checkpoint
+from lrmoe.errors import ConfigError, RankError
+from lrmoe.training.config import TrainConfig
+from lrmoe.training.loop import Trainer
+from lrmoe.training.process import Process
+from lrmoe.training.resume import resume_or_start
+from lrmoe.training.run import run_rank, train
+from lrmoe.training.stop import StopRequest, stop_on_sigterm
+from tests.distributed.pool import Pool
+from tests.training.tiny import CPU, tiny_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Ranks that tests may kill."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+def before_step(number: int, action: Callable[[], object]) -> Callable[[Trainer], Any]:
+    """`Trainer.step` that does something on rank 1 before the step of that number, counted from 0."""
+    whole = Trainer.step
+
+    def step(trainer: Trainer) -> Any:
+        if trainer.steps_done == number and trainer.rank == trainer.world_size - 1:
+            action()
+        return whole(trainer)
+
+    return step
+
+
+def ranks_of(config: TrainConfig, action: str | None, resume: bool = False) -> dict[str, Any]:
+    """Worker: a whole run of this rank; something happens to the last rank in step 3."""
+    actions: dict[str, Callable[[], object]] = {
+        "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+        "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "raises": _raise_and_leave,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        if action is not None:
+            patch.setattr(Trainer, "step", before_step(2, actions[action]))
+        return run_rank(config.to_dict(), resume, False)
+
+
+def _raise_and_leave() -> None:
+    from lrmoe.distributed.peers import tell
+
+    tell(OSError("the disk is gone"))  # as any rank does whose run raises
+    os._exit(1)
+
+
+def weights(config: TrainConfig) -> dict[str, torch.Tensor]:
+    """All tensors of a run's newest checkpoint."""
+    root = config.folder / "checkpoints"
+    checkpoint = open_checkpoint(folder_of(root, find_steps(root)[-1]))
+    with checkpoint.reader() as reader:
+        return {key: reader.dense(key) for key in checkpoint.manifest.file_of()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("in_background", [False, True])
+def test_sigterm_to_one_rank_saves_on_all_and_the_run_goes_on(
+    pool2: Pool, tmp_path: Path, in_background: bool
+) -> None:
+    every = {"steps": 6, "checkpoint_every": 5, "eval_every": 3, "checkpoint_async": in_background}
+    config = tiny_config(tmp_path, train=every)
+    stopped = pool2.run(ranks_of, config, "SIGTERM")
+    assert [(s["steps"], s["finished"]) for s in stopped] == [(3, False)] * 2
+    assert find_steps(config.folder / "checkpoints") == [3]
+    assert json.loads((config.folder / "summary.json").read_text())["finished"] is False
+    resumed = pool2.run(ranks_of, config, None, True)[0]
+    whole = config.replace(train={"name": "whole"})
+    wanted = pool2.run(ranks_of, whole, None)[0]
+    assert resumed["finished"]
+    assert wanted["finished"]
+    assert resumed["eval_losses"] == wanted["eval_losses"]
+    ours, theirs = weights(config), weights(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [("SIGKILL", "some rank was lost"), ("raises", "rank 1 failed: OSError: the disk is gone")],
+)
+def test_with_a_rank_lost_nothing_is_saved(pool: Pool, tmp_path: Path, action: str, said: str) -> None:
+    config = tiny_config(tmp_path, train={"steps": 6, "checkpoint_every": 1})
+    error = pool.outcomes(ranks_of, config, action)[0].error
+    assert isinstance(error, RankError)
+    assert "MoE layer 0: waiting for all ranks at training call 1 of step 2" in str(error)
+    assert said in str(error)
+    assert find_steps(config.folder / "checkpoints") == [1, 2]
+    assert not list((config.folder / "checkpoints").glob(".*"))
+
+
+def poisoned(config: TrainConfig) -> tuple[dict[str, Any], list[float], list[Any]]:
+    """Worker: a run in which one rank's loss is not finite in step 3; its summary, losses and controllers' states."""
+    states, losses, plain, whole = [], [], Trainer._losses, Trainer.step
+
+    def losses_of(trainer: Trainer, *args: Any) -> Any:
+        loss, balance = plain(trainer, *args)
+        bad = trainer.steps_done == 2 and trainer.rank == 1 and trainer.model.training
+        return loss * math.nan if bad else loss, balance
+
+    def step(trainer: Trainer) -> Any:
+        metrics = whole(trainer)
+        losses.append(metrics.loss)
+        states.append(trainer.handle.state_dict())
+        return metrics
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_losses", losses_of)
+        patch.setattr(Trainer, "step", step)
+        process = Process(group=dist.group.WORLD, device=CPU, rank=dist.get_rank(), world_size=2)
+        return train(config, process, show_progress=False), losses, states
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("estimator", "drop"), [("sampled", "always"), ("sampled", "auto"), ("topk", "always")]
+)
+def test_a_loss_that_is_not_finite_on_one_rank(
+    pool2: Pool, tmp_path: Path, drop: str, estimator: str
+) -> None:
+    lrmoe = {"max_drop": 0.5, "warmup_steps": 0, "drop": drop, "estimator": estimator}
+    config = tiny_config(tmp_path, train={"steps": 6, "checkpoint_every": 6}, lrmoe=lrmoe)
+    for summary, losses, states in pool2.run(poisoned, config):
+        assert (summary["steps"], summary["steps_skipped"]) == (6, 1)
+        assert [math.isfinite(loss) for loss in losses] == [step != 2 for step in range(6)]
+        json.dumps(states, allow_nan=False)  # controllers learn nothing that is not finite
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(config).values())
+
+
+def test_a_second_sigterm_ends_at_once_unless_it_is_the_first_one_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, calls = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    request = StopRequest(lambda: calls.append("first"), lambda: calls.append("again"))
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_sigterm(request):
+        assert not request.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (request.asked, calls) == (True, ["first"])
+        now[0] = 1.9
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert calls == ["first"]
+        now[0] = 2.1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert calls == ["first", "again"]
+    with stop_on_sigterm(request, wanted=False):
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def overrides(folder: Path, **train: Any) -> list[str]:
+    named = {"runs": str(folder), "name": "run", **train}
+    return [f"train.{key}={json.dumps(value)}" for key, value in named.items()]
+
+
+def test_a_command_that_may_be_run_again_starts_or_goes_on(tmp_path: Path) -> None:
+    given = overrides(tmp_path, checkpoint_every=2)
+    assert resume_or_start(None, given) == (False, True)
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "step-00000002").mkdir(parents=True)
+    assert resume_or_start(None, given) == (True, False)
+    assert resume_or_start(None, overrides(tmp_path)) == (True, False), (
+        "its own configuration says how often it saves"
+    )
+    (folder / "checkpoints" / "step-00000002").rename(folder / "checkpoints" / ".removed-step-00000002")
+    (folder / "summary.json").write_text("{}")
+    assert resume_or_start(None, given) == (False, False), "a finished run is not overwritten"
+    with pytest.raises(ConfigError, match=r"train.checkpoint_every=0 with --auto-resume"):
+        resume_or_start(None, overrides(tmp_path))
+
+
+def one_sees_checkpoints(config: TrainConfig) -> str:
+    try:
+        return str(run_rank(config.to_dict(), dist.get_rank() == 1, False)["steps"])
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.distributed
+def test_ranks_that_see_different_checkpoints_are_told(pool2: Pool, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, train={"checkpoint_every": 2})
+    for said in pool2.run(one_sees_checkpoints, config):
+        assert "only rank 1 of 2 ranks sees checkpoints" in said
+    assert not config.folder.exists()
+
+
+def command(folder: Path, launcher: list[str], *options: str) -> list[str]:
+    """`lrmoe train --auto-resume` of a tiny model in `folder`."""
+    config = tiny_config(folder, train={"steps": 2000, "checkpoint_every": 5, "trace": False})
+    config.write(folder / "run.toml")
+    arguments = ["train", "--config", str(folder / "run.toml"), "--auto-resume", *options]
+    return [sys.executable, "-m", *launcher, "lrmoe", *arguments]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 90) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        if process.poll() is not None:
+            pytest.fail(f"exit code {process.returncode}: {process.communicate()[1]}")
+        assert time.monotonic() < end, "out of time"
+        time.sleep(0.05)
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_sigterm_to_the_command_stops_its_ranks_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    run = start(command(tmp_path, [], "--ep", "2"))
+    saved = tmp_path / "run" / "checkpoints"
+    try:
+        wait_for(lambda: bool(find_steps(saved)), run)
+        run.send_signal(signal.SIGTERM)
+        _, said = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 0, said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    done = summary["steps"]
+    assert find_steps(saved)[-1] == done < 2000
+    assert f"stopped at step {done} of 2000; --resume goes on" in said
+    again = start(command(tmp_path, [], "--ep", "2", "--steps", str(done + 2)))
+    _, said = again.communicate(timeout=90)
+    assert again.returncode == 0, said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["finished"]) == (done + 2, True)
+
+
+def ranks_below(parent: int) -> list[int]:
+    """Processes that torchrun started."""
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of processes")
+def test_torchrun_restarts_from_the_last_checkpoint_and_passes_sigterm_on(tmp_path: Path) -> None:
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m"]
+    run = start(command(tmp_path, launcher))
+    saved = tmp_path / "run" / "checkpoints"
+    try:
+        wait_for(lambda: bool(find_steps(saved)), run)
+        killed = ranks_below(run.pid)
+        os.kill(killed[1], signal.SIGKILL)
+        wait_for(lambda: len(ranks_below(run.pid)) == 2 and not set(ranks_below(run.pid)) & set(killed), run)
+        reached = find_steps(saved)[-1]
+        wait_for(lambda: find_steps(saved)[-1] > reached, run)
+        os.kill(ranks_below(run.pid)[0], signal.SIGTERM)
+        _, said = run.communicate(timeout=60)
+    finally:
+        run.terminate()
+        run.wait(60)
+    assert run.returncode == 0, said
+    assert f"resumed from step {reached}" in said
+    assert "stopped at step" in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["finished"] is False
