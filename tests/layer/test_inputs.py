@@ -38,6 +38,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "gate_up of two dimensions": ({"gate_up": normal(2 * W, H)}, "gate_up_proj"),
     "down transposed": ({"down": normal(E, W, H)}, "down_proj"),
     "down of fewer experts": ({"down": normal(E - 1, H, W)}, "down_proj"),
+    "hidden in a list": ({"hidden": CASE.hidden.tolist()}, "hidden_states is a list"),
+    "hidden of numpy": ({"hidden": CASE.hidden.numpy()}, "hidden_states is a ndarray"),
+    "sparse hidden": ({"hidden": CASE.hidden.to_sparse()}, "hidden_states has layout"),
+    "no ids": ({"ids": None}, "top_k_index is a NoneType"),
+    "a number for weights": ({"weights": 0.5}, "top_k_weights is a float"),
+    "no gate_up": ({"gate_up": None}, "gate_up_proj is a NoneType"),
+    "down in a list": ({"down": list(CASE.down)}, "down_proj is a list"),
     "down of another dtype": ({"down": normal(E, H, W, dtype=torch.bfloat16)}, "dtype"),
 }
 
@@ -62,10 +69,12 @@ def test_bad_tensors_are_refused_by_name(name: str, training: bool) -> None:
         torch.ones(5, dtype=torch.bool),
         torch.ones(7, dtype=torch.bool),
         torch.ones(6),
+        [True] * 6,
+        1,
     ],
-    ids=["short", "long", "float"],
+    ids=["short", "long", "float", "list", "number"],
 )
-def test_bad_masks_are_refused(mask: torch.Tensor) -> None:
+def test_bad_masks_are_refused(mask: Any) -> None:
     with pytest.raises(InputError, match="padding mask"):
         call(CASE, padding_mask=mask)
 
@@ -82,13 +91,19 @@ BAD_SHAPES: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": -4}, "experts=-4"),
     ({"num_experts": 2.5}, "experts=2.5"),
     ({"hidden_size": 0}, "hidden_size"),
+    ({"num_experts": "4"}, "num_experts='4'.*integer"),
+    ({"num_experts": None}, "num_experts=None.*integer"),
     ({"hidden_size": 8.0}, "hidden_size"),
+    ({"hidden_size": True}, "hidden_size=True.*integer"),
+    ({"activation": ["silu"]}, r"activation=\['silu'\].*silu"),
+    ({"config": {"max_drop": 0.3}}, "config: got .*LRMoEConfig"),
+    ({"config": None}, "config: got None.*LRMoEConfig"),
     ({"intermediate_size": -6}, "intermediate_size"),
     ({"activation": "relu"}, "activation='relu'.*silu"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD_SHAPES, ids=[next(iter(c)) for c, _ in BAD_SHAPES])
+@pytest.mark.parametrize(("changes", "message"), BAD_SHAPES, ids=str)
 def test_a_layer_that_cannot_be_is_refused_when_built(changes: dict[str, Any], message: str) -> None:
     good = {"num_experts": 4, "hidden_size": 8, "intermediate_size": 6, "config": exact()}
     with pytest.raises((ConfigError, PlanError), match=message):

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lrmoe.errors import InputError
+from lrmoe.config import LRMoEConfig
+from lrmoe.errors import ConfigError, InputError
 from lrmoe.layer.padding import check_mask, current_mask
+from lrmoe.ops import ACTIVATIONS
 from lrmoe.planning.shards import Cut
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -46,6 +48,21 @@ class LayerShape:
         }
 
 
+def check_build(config: object, activation: object, **sizes: object) -> None:
+    """Refuse what a layer cannot be built from.
+
+    Raises:
+        ConfigError: `config` is no LRMoEConfig, an unknown activation, or a size that is no integer of at least 1.
+    """
+    if not isinstance(config, LRMoEConfig):
+        raise ConfigError(f"config: got {config!r}; must be an LRMoEConfig")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ConfigError(f"activation={activation!r}: must be one of {', '.join(map(repr, ACTIVATIONS))}")
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name}={size!r}: must be an integer of at least 1")
+
+
 def check_inputs(
     shape: LayerShape, hidden_states: Tensor, ids: Tensor, alpha: Tensor, gate_up: Tensor, down: Tensor,
     mask: Tensor | None,
@@ -55,6 +72,14 @@ def check_inputs(
     Raises:
         InputError: names the argument, what was given and what is valid.
     """
+    given = {
+        "hidden_states": hidden_states,
+        "top_k_index": ids,
+        "top_k_weights": alpha,
+        **dict(zip(shape.parameters(), (gate_up, down), strict=True)),
+    }
+    for name, value in given.items():
+        _check_tensor(name, value)
     _check_float("hidden_states", hidden_states)
     _check_float("top_k_weights", alpha)
     if hidden_states.ndim < 2 or hidden_states.shape[-1] != shape.hidden:
@@ -64,9 +89,11 @@ def check_inputs(
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InputError(f"top_k_index has dtype {ids.dtype}: must be an integer dtype (int64)")
     x_TH = hidden_states.reshape(-1, shape.hidden)
-    for name, value in (("top_k_index", ids), ("top_k_weights", alpha)):
-        if value.device != x_TH.device:
-            raise InputError(f"{name} lies on {value.device} and hidden_states on {x_TH.device}: must agree")
+    for name in ("top_k_index", "top_k_weights"):
+        if given[name].device != x_TH.device:
+            raise InputError(
+                f"{name} lies on {given[name].device} and hidden_states on {x_TH.device}: must agree"
+            )
     _check_pairs(x_TH, ids, alpha)
     _check_weights(shape, x_TH, gate_up, down)
     ids_TK, alpha_TK = ids.reshape(-1, ids.shape[-1]).long(), alpha.reshape(-1, alpha.shape[-1])
@@ -75,6 +102,13 @@ def check_inputs(
     if mask_T is not None:
         ids_TK = ids_TK.masked_fill(~mask_T.to(ids.device).unsqueeze(1), shape.experts)
     return Inputs(x_TH=x_TH, ids_TK=ids_TK, alpha_TK=alpha_TK)
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} is a {type(value).__name__}: must be a tensor")
+    if value.layout != torch.strided:
+        raise InputError(f"{name} has layout {value.layout}: must be a dense tensor (torch.strided)")
 
 
 def _check_float(name: str, value: Tensor) -> None:

@@ -17,12 +17,11 @@ from lrmoe.layer.announce import Announcer, Planned, gradient_bits
 from lrmoe.layer.call import Call, Memo
 from lrmoe.layer.controller import Controller, StepClock
 from lrmoe.layer.function import MoEFunction, run_forward
-from lrmoe.layer.inputs import Inputs, LayerShape, check_inputs
+from lrmoe.layer.inputs import Inputs, LayerShape, check_build, check_inputs
 from lrmoe.layer.replay import FirstForward, ReplayStore, draw_token, inside_backward, lets_go, may_recompute
 from lrmoe.layer.routing import sort_pairs
 from lrmoe.layer.sharded import Sharded
 from lrmoe.layer.weights import Owned, Storage
-from lrmoe.ops import ACTIVATIONS
 from lrmoe.planning import Execution, ExpertShape, Topology, predict_bytes
 from lrmoe.planning.policies import Policy
 from lrmoe.planning.shards import expert_cuts, storage_bytes
@@ -50,7 +49,7 @@ class MoELayer:
 
     Raises:
         PlanError: experts not divisible by the group's size.
-        ConfigError: unknown activation, or a size below 1.
+        ConfigError: `config` is no LRMoEConfig, unknown activation, or a size that is no integer of at least 1.
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class MoELayer:
         policy: Policy | None = None,
         storage: Storage | None = None,
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"activation={activation!r}: must be one of {', '.join(map(repr, ACTIVATIONS))}"
-            )
-        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name}={size!r}: must be an integer of at least 1")
+        check_build(
+            config,
+            activation,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+        )
         self.config = config
         self.comm = Comm(group, f"MoE layer {layer}")
         if self.comm.size > 1:

@@ -23,6 +23,7 @@ def padding(mask: Tensor | None) -> Iterator[None]:
     Raises:
         InputError: a mask of another rank or a floating-point dtype.
     """
+    _check_tensor(mask)
     if mask is not None and (mask.ndim not in (1, 2) or mask.is_floating_point()):
         raise InputError(
             f"padding mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: "
@@ -47,6 +48,7 @@ def current_mask(tokens: int) -> Tensor | None:
 
 def check_mask(mask: Tensor, tokens: int) -> Tensor:
     """The mask as bool (T,); InputError where it does not cover `tokens` tokens."""
+    _check_tensor(mask)
     if mask.is_floating_point() or mask.is_complex():
         raise InputError(
             f"padding mask has dtype {mask.dtype}: must be bool or integer, nonzero where a token is real"
@@ -56,3 +58,10 @@ def check_mask(mask: Tensor, tokens: int) -> Tensor:
             f"padding mask of shape {tuple(mask.shape)} covers {mask.numel()} tokens: must cover the layer's {tokens}"
         )
     return mask.reshape(-1) != 0
+
+
+def _check_tensor(mask: object) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise InputError(
+            f"padding mask is a {type(mask).__name__}: must be a bool or integer tensor, or None"
+        )
