@@ -8,7 +8,6 @@ state.json                       counters, totals, corpus, configuration, model,
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, open_latest, save
+from lrmoe.checkpoint.hf.outline import model_fields
 from lrmoe.checkpoint.layers import gather_layers, layers_of
 from lrmoe.checkpoint.manifest import MANIFEST, STATE
 from lrmoe.checkpoint.save import expert_key
@@ -45,7 +45,6 @@ FIELDS: dict[str, type] = {
     "model": dict,
     "layers_by_rank": list,
 }
-NOT_OF_THE_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
 def checkpoint_root(trainer: Trainer) -> Path:
@@ -62,7 +61,7 @@ def save_trainer(trainer: Trainer) -> Path:
             dense[key] = tensor
         else:
             experts[key] = _whole_experts(trainer, entry, tensor)
-    content = Content(dense=dense, experts=experts, state=_state(trainer))
+    content = Content(dense=dense, experts=experts, state=trainer_state(trainer))
     root, train = checkpoint_root(trainer), trainer.config.train
     protect = () if trainer.resumed_from is None else (trainer.resumed_from,)
     if train.checkpoint_async:
@@ -117,7 +116,8 @@ def _trained(trainer: Trainer) -> Iterator[tuple[str, Entry, Tensor]]:
         yield f"optim/{entry.name}/{name}", entry, tensor
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
+def trainer_state(trainer: Trainer) -> dict[str, Any]:
+    """The JSON state of a checkpoint; every rank calls it."""
     return {
         "steps_done": trainer.steps_done,
         "steps_skipped": trainer.steps_skipped,
@@ -125,15 +125,9 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "updates": trainer.optimizer.updates,
         "corpus": {"name": trainer.corpus.name, "sha256": trainer.corpus.fingerprint},
         "config": trainer.config.to_dict(),
-        "model": _model_fields(trainer),
+        "model": model_fields(trainer.model.config),
         "layers_by_rank": gather_layers(trainer.group, trainer.handle.state_dict),
     }
-
-
-def _model_fields(trainer: Trainer) -> dict[str, Any]:
-    """The transformers configuration without what does not change the model."""
-    fields: dict[str, Any] = json.loads(trainer.model.config.to_json_string(use_diff=False))
-    return {name: value for name, value in fields.items() if name[0] != "_" and name not in NOT_OF_THE_MODEL}
 
 
 def _check_whole(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -183,7 +177,7 @@ def _keys(trainer: Trainer, updates: int) -> Iterator[str]:
 
 def _differences(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
     """Name of a field that must be the same -> its values in the checkpoint and in this run, where they differ."""
-    saved, now = checkpoint.state["model"], _model_fields(trainer)
+    saved, now = checkpoint.state["model"], model_fields(trainer.model.config)
     # A field that only one version of transformers knows says nothing of the model.
     both = {f"model.{name}": (saved[name], now[name]) for name in now if name in saved}
     loop = checkpoint.state["config"].get("train")
