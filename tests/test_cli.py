@@ -3,14 +3,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tomlkit
 
 import lrmoe
 from lrmoe import cli
@@ -28,7 +31,18 @@ from lrmoe.experiments.systems.registry import SYSTEMS
 from lrmoe.training.config import TrainConfig
 from tests.training.tiny import SHAPE, tiny_config
 
-COMMANDS = ("train", "compare", "ablate", "simulate", "replay", "report", "plan")
+COMMANDS = (
+    "train",
+    "compare",
+    "ablate",
+    "simulate",
+    "replay",
+    "report",
+    "plan",
+    "export",
+    "import",
+    "doctor",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,3 +400,33 @@ def test_an_error_in_the_processes_keeps_its_code(tmp_path: Path) -> None:
     assert "--ep 2: 3 experts cannot be spread evenly over 2 ranks; valid: 1, 3" in last
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_export_and_import(run: Run, tmp_path: Path) -> None:
+    """A run exported, imported as a run, gone on with, and what each says; bad usage is code 2."""
+    assert run(*small_run(tmp_path, 1), "--set", "train.checkpoint_every=1").code == 0
+    first, out, new = (str(tmp_path / name) for name in ("run", "out", "new"))
+    done = run("export", first, out)
+    assert (done.code, done.out) == (0, "")
+    assert re.search(rf"^{out}: step 1, 1 file, 0\.\d MB, per-expert, float32$", done.err, re.MULTILINE)
+    corpus = ["--config", str(tmp_path / "given.toml"), "--set", "train.steps=2"]
+    tables = tomllib.loads((tmp_path / "tiny.toml").read_text())
+    del tables["model"], tables["train"]["name"], tables["train"]["runs"]
+    (tmp_path / "given.toml").write_text(tomlkit.dumps(tables))
+    done = run("import", out, new, *corpus)
+    assert done.code == 0, done.err
+    said = f"{new}/checkpoints/step-00000000: go on with lrmoe "
+    [command] = [line.removeprefix(said) for line in done.err.splitlines() if line.startswith(said)]
+    assert run(*command.split()).code == 0
+    assert json.loads((tmp_path / "new" / "summary.json").read_text())["steps"] == 2
+    for arguments, complaint in (
+        (("export", first, out), f"{out}: exists; pass --overwrite"),
+        (("export", first, str(tmp_path / "x"), "--step", "7"), "step=7: "),
+        (("export", str(tmp_path / "nowhere"), str(tmp_path / "x")), "neither a checkpoint nor a run with"),
+        (("import", str(tmp_path / "nowhere"), str(tmp_path / "x")), "no directory with a config.json"),
+        (("import", out, new), f"{new}: exists"),
+    ):
+        refused = run(*arguments)
+        assert refused.code == 2
+        assert complaint in refused.err
+    assert not (tmp_path / "x").exists()

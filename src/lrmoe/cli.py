@@ -763,6 +763,81 @@ def plan(
     raise typer.Exit(code)
 
 
+@app.command(epilog="Example: lrmoe export runs/train out/my-model")
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Run, or one checkpoint of it: runs/<name>/checkpoints/step-..."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Checkpoint of this step; unset: the newest usable one.")
+    ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="per-expert: names as the model's family is published; fused: transformers' own tensors of all "
+            "experts. Written into the index."
+        ),
+    ] = "per-expert",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; unset: that of the run.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most of one file of weights.")] = "5GB",
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace OUT where it is a folder of files with a config.json."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint's weights as a folder that from_pretrained reads: config.json, safetensors, tokenizer.
+
+    The checkpoint may be of any number of ranks and either storage. Buffers, and what the model keeps in float32
+    whatever its dtype, keep theirs. OUT appears when it is complete.
+    """
+    from lrmoe.checkpoint import export_checkpoint
+
+    done = export_checkpoint(
+        source,
+        out,
+        step=step,
+        layout=layout,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )
+    files = f"{done.files} file{'s' if done.files > 1 else ''}, {done.nbytes / 1e6:.1f} MB"
+    typer.echo(f"{done.folder}: step {done.step}, {files}, {done.layout}, {done.dtype}", err=True)
+
+
+@app.command("import", epilog="Example: lrmoe import models/Qwen3-30B-A3B runs/tuned --set data.path=text/")
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Local folder with config.json and safetensors.")
+    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run to make: runs/<name>.")],
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="per-expert or fused; unset: what an export of lrmoe states, else per-expert, as models are published."
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Make a run of a folder in the Transformers layout: its weights, bit for bit, as the checkpoint of step 0.
+
+    lrmoe train --resume goes on from there, with any number of ranks and either storage. The configuration is that of
+    lrmoe train, without [model]; a tokenizer in FOLDER and its bfloat16 are taken over unless others are given.
+    """
+    from lrmoe.training.imported import import_run
+
+    made = import_run(folder, run, config=config, overrides=overrides or [], layout=layout)
+    place = "" if run.parent == Path("runs") else f" --set train.runs={run.parent}"
+    typer.echo(f"{made}: go on with lrmoe train --resume --name {run.name}{place}", err=True)
+
+
 @app.command(epilog="Example: lrmoe doctor --model qwen3-moe-tiny")
 def doctor(
     model: Annotated[

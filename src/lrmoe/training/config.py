@@ -70,7 +70,10 @@ class ModelConfig(_Table):
         kind=str,
     )
     checkpoint: str | None = _option(
-        None, "Local directory with config.json and safetensors weights to start from.", kind=str
+        None,
+        "Weights to start from: a local directory with config.json and safetensors files, or a run or checkpoint of "
+        "`lrmoe train`.",
+        kind=str,
     )
     overrides: dict[str, Any] = field(
         default_factory=dict,
