@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import lrmoe.errors
+from lrmoe.distributed.peers import waiting
 from lrmoe.errors import LRMoEError, RankError
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ def gathered(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T
     Raises:
         LRMoEError: `action` failed on some rank. Every rank raises the lowest failing rank's error: of its class when
             it is one of this package's, a RankError otherwise. The rank's own error is the cause where there is one.
+        RankError: some rank was lost, or did not come in time.
     """
     if size_of(group) == 1:
         return [action()]
@@ -41,7 +43,8 @@ def gathered(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T
         own = error
         outcome = (type(error).__name__, str(error), None)
     outcomes: list[Any] = [None] * size_of(group)
-    dist.all_gather_object(outcomes, outcome, group=group)
+    with waiting("what all ranks have to agree on"):
+        dist.all_gather_object(outcomes, outcome, group=group)
     for rank, (name, message, _) in enumerate(outcomes):
         if name:
             raise _error(rank, name, message) from own
@@ -65,7 +68,8 @@ def all_true(group: dist.ProcessGroup | None, value: bool) -> bool:
         return value
     device = "cpu" if "gloo" in dist.get_backend_config(group) else "cuda"
     flag = torch.tensor(int(value), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    with waiting("what all ranks have to agree on"):
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag.item())
 
 
