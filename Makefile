@@ -27,7 +27,7 @@ venv: $(STAMP)  ## create .venv with everything installed (the default)
 $(STAMP):
 	@bash tools/make_venv.sh "$(VENV)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) \
-	    -e ".[transformers,report,traces,dev]" -c constraints.txt
+	    -e ".[transformers,report,traces,trl,dev]" -c constraints.txt
 	@rm -f $(VENV)/.installed-* && touch $@
 	@echo "ready: $(BIN)/lrmoe (activate with: source $(BIN)/activate)"
 

@@ -95,7 +95,7 @@ def test_every_extra_of_the_project_is_looked_for() -> None:
     project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     section = project.split("[project.optional-dependencies]")[1].split("\n[")[0]
     names = [line.split(" = ")[0] for line in section.splitlines() if " = [" in line]
-    assert set(names) - {"dev", "recipes"} == set(machine.EXTRAS)
+    assert set(names) - {"dev"} == set(machine.EXTRAS)
 
 
 def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ EXTRAS = {
     "traces": (("pyarrow",), "trace.parquet"),
     "report": (("jinja2", "plotly", "tensorboard"), "report.html, TensorBoard"),
     "wandb": (("wandb",), "Weights & Biases"),
+    "trl": (("trl",), "TRL's SFTTrainer"),
 }
 
 

@@ -1,0 +1,154 @@
+"""The code of docs/recipes.md runs, offline, with a tiny model for the named one and stand-ins for other packages."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Trainer
+
+from lrmoe.integrations import transformers as lrmoe_hf
+from tests.integrations.models import make_model
+from tests.integrations.test_trainer import Tokens, arguments
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def block(section: str, language: str) -> str:
+    """The first block of that language under a heading."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    found = re.search(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, (section, language)
+    return found[1]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with a model and a tokenizer, and a working directory with texts."""
+    monkeypatch.chdir(tmp_path)
+    make_model("qwen3", eos_token_id=1).save_pretrained(tmp_path / "model")
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *"abcdefgh"])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    Path("train.txt").write_text("a b c d e f g h " * 40)
+    lines = [json.dumps({"text": "a b c d e f g h " * (1 + number % 3)}) for number in range(16)]
+    Path("train.jsonl").write_text("\n".join(lines))
+    return str(tmp_path / "model")
+
+
+def run(code: str, **changes: object) -> dict[str, Any]:
+    """Execute a block with other values in its line of constants; what it defined."""
+    old = re.search(r"^NAME, .* = .*$", code, re.MULTILINE)
+    assert old is not None
+    names = old[0].partition(" = ")[0].split(", ")
+    assert set(names) == set(changes)
+    values = ", ".join(repr(changes[name]) for name in names)
+    space: dict[str, Any] = {"__name__": "recipe"}
+    exec(compile(code.replace(old[0], f"{', '.join(names)} = {values}"), "recipes.md", "exec"), space)
+    return space
+
+
+def kept(trainer: Any) -> list[float]:
+    return [logs["lrmoe/kept_share"] for logs in trainer.state.log_history if "loss" in logs]
+
+
+def test_trainer(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = block("Transformers Trainer", "python").replace("max_drop=0.3", "max_drop=0.3, warmup_steps=1")
+    space = run(code, NAME=tiny, LENGTH=16, STEPS=3)
+    assert kept(space["trainer"]) == pytest.approx([1.0, 0.7, 0.7], abs=0.02)
+    assert "lrmoe after 3 optimizer steps" in capsys.readouterr().out
+
+
+def test_trl(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trl = pytest.importorskip("trl", reason="needs the extra trl")
+    assert f"with trl {trl.__version__}" in PAGE
+    code = block("TRL SFTTrainer", "python").replace("max_drop=0.3", "max_drop=0.3, warmup_steps=1")
+    code = code.replace('report_to="none"', 'report_to="none", use_cpu=True')
+    space = run(code, NAME=tiny, STEPS=3)
+    assert kept(space["trainer"]) == pytest.approx([1.0, 0.7, 0.7], abs=0.02)
+    assert "lrmoe after 3 optimizer steps" in capsys.readouterr().out
+
+
+def test_the_lines_of_the_expert_parallel_recipe_are_those_of_the_example() -> None:
+    """tests/test_examples.py runs it on two processes."""
+    example = (Path(__file__).resolve().parents[1] / "examples" / "ep_torchrun.py").read_text(
+        encoding="utf-8"
+    )
+    lines = block("Expert parallel, one node", "python").splitlines()
+    calls = [call for line in lines for call in re.findall(r"[\w.]+(?=\()", line)]
+    assert len(calls) >= 8
+    for call in calls:
+        assert f"{call}(" in example, call
+    assert 'DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="lrmoe")' in "\n".join(lines)
+    assert 'DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="lrmoe")' in example
+
+
+@pytest.mark.parametrize(
+    "section", ["Expert parallel, one node", "Expert parallel, two nodes", "Slurm", "ms-swift"]
+)
+def test_shell_is_shell(section: str) -> None:
+    code = block(section, "bash")
+    done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("section", ["Expert parallel, one node", "Expert parallel, two nodes", "Slurm"])
+def test_torchrun_knows_its_options(section: str) -> None:
+    from torch.distributed.run import get_args_parser
+
+    command = block(section, "bash").partition("torchrun ")[2].replace("\\\n", " ").split()
+    variables = {'"$SLURM_NNODES"': "2", '"$SLURM_JOB_ID"': "7", '"$first:29500"': "node:29500"}
+    parsed = get_args_parser().parse_args([variables.get(word, word) for word in command])
+    assert parsed.training_script == "train.py"
+    assert parsed.nproc_per_node == "8"
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
+    """A module that is not installed."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+    vars(sys.modules[name]).update(content)
+
+
+def test_axolotl_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=object)
+    space: dict[str, Any] = {}
+    exec(block("Axolotl", "python"), space)
+    assert "lrmoe_axolotl.LRMoEPlugin" in block("Axolotl", "yaml")
+    plugin, model = space["LRMoEPlugin"](), make_model("qwen3")
+    plugin.post_model_load({}, model)
+    trainer = Trainer(model, arguments(tmp_path, max_steps=2), train_dataset=Tokens())
+    for callback in plugin.add_callbacks_post_trainer({}, trainer):
+        trainer.add_callback(callback)
+    trainer.train()
+    assert len(kept(trainer)) == 2
+
+
+def test_swift_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, Any] = {}
+    stand_in(monkeypatch, "swift.callbacks", callbacks_map=known)
+    exec(block("ms-swift", "python"), {})
+    args = arguments(tmp_path, max_steps=2)
+    callback = known["lrmoe"](args, object())  # built before its trainer has a model
+    assert isinstance(callback, lrmoe_hf.LRMoECallback)
+    trainer = Trainer(make_model("qwen3"), args, train_dataset=Tokens(), callbacks=[callback])
+    trainer.train()
+    assert len(kept(trainer)) == 2
+    assert callback.handle.clock.step == 2
+
+
+def test_every_recipe_says_whether_it_is_tested() -> None:
+    rows = dict(re.findall(r"^\| \[(.+?)\]\(.*?\) \| (.+) \|$", PAGE, re.MULTILINE))
+    assert list(rows) == re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
+    assert all(state.startswith(("Run in CI", "Untested")) for state in rows.values())
