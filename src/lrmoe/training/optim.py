@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lrmoe.checkpoint.agree import size_of
+from lrmoe.checkpoint.hf.outline import kept_in_float32
 from lrmoe.distributed.peers import waiting
 from lrmoe.planning.shards import Cut
 from lrmoe.training.config import OptimConfig
@@ -167,10 +168,9 @@ def _entry(
 
 
 def _dtype_of(model: Any, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    kept = [*(getattr(model, "_keep_in_fp32_modules", None) or ()),
-            *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]  # fmt: skip
     parameter = model.get_parameter(name)
-    return parameter.dtype if dtype is None or any(part in name for part in kept) else dtype
+    kept = any(part in name for part in kept_in_float32(model))
+    return parameter.dtype if dtype is None or kept else dtype
 
 
 def _squares(grads: list[Tensor]) -> Tensor:
