@@ -227,15 +227,6 @@ def test_a_state_that_says_too_little_is_passed_over(
         assert re.search(f"step-00000002 is not usable: .*state.json: {said}", caplog.text), caplog.text
 
 
-def test_layers_of_another_kind(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    rewrite_state(
-        two_saved(config), lambda s: s.update(layers_by_rank=[{"version": 1, "step": 2, "layers": 5}])
-    )
-    with pytest.raises(CheckpointError, match=r"state.json: layers_by_rank"):
-        Trainer(config).resume()
-
-
 def test_a_checkpoint_without_its_experts_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,16 +74,27 @@ class TensorReader:
         Raises:
             CheckpointError: there is no such key, or its file can no longer be read.
         """
+        tensor: torch.Tensor = self._read(key, lambda file: file.get_tensor(key))
+        return tensor
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """One tensor's shape, from its file's header.
+
+        Raises:
+            CheckpointError: as `dense`.
+        """
+        return tuple(self._read(key, lambda file: file.get_slice(key).get_shape()))
+
+    def _read(self, key: str, read: Callable[[Any], Any]) -> Any:
         name = self._file_of.get(key)
         if name is None:
             raise CheckpointError(f"{self._folder}: holds no tensor {key!r}")
         try:
             if name not in self._open:
                 self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-            tensor: torch.Tensor = self._open[name].get_tensor(key)
+            return read(self._open[name])
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self._folder / name}: cannot be read: {error}") from error
-        return tensor
 
     def experts(self, key: str, first: int, count: int) -> torch.Tensor:
         """Rows of global experts first .. first + count - 1 as (count, ...), whichever ranks wrote them.

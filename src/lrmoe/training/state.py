@@ -23,7 +23,7 @@ from lrmoe.checkpoint.manifest import MANIFEST, STATE
 from lrmoe.checkpoint.save import expert_key
 from lrmoe.distributed import Comm
 from lrmoe.distributed.sharded import gather_homes
-from lrmoe.errors import CheckpointError
+from lrmoe.errors import CheckpointError, LRMoEError
 from lrmoe.training.model import fill_shards
 from lrmoe.training.optim import MOMENTS
 from lrmoe.training.resume import refuse_changes
@@ -131,12 +131,23 @@ def trainer_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _check_whole(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that nothing could resume from, whatever the files' hashes say."""
+    """Refuse a checkpoint that nothing could resume from, whatever the files' hashes say. Changes nothing."""
     _check_state(checkpoint)
-    found = checkpoint.manifest.file_of()
-    missing = [key for key in _keys(trainer, checkpoint.state["updates"]) if key not in found]
-    if missing and not _differences(trainer, checkpoint):  # which have an error of their own
+    if _differences(trainer, checkpoint):  # which have an error of their own
+        return
+    found, needed = checkpoint.manifest.file_of(), dict(_needed(trainer, checkpoint.state["updates"]))
+    missing = [key for key in needed if key not in found]
+    if missing:
         raise CheckpointError(f"{checkpoint.folder / MANIFEST}: incomplete: lists no tensor {missing[0]!r}")
+    with checkpoint.reader() as reader:
+        for key, shape in needed.items():
+            if reader.shape(key) != shape:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: {key} has shape {reader.shape(key)}, the model's is {shape}"
+                )
+    before = trainer.handle.state_dict()
+    _read_layers(trainer, checkpoint)
+    trainer.handle.load_state_dict(before)
 
 
 def _check_state(checkpoint: Checkpoint) -> None:
@@ -162,17 +173,19 @@ def _check_state(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{path}: totals: {error}") from error
 
 
-def _keys(trainer: Trainer, updates: int) -> Iterator[str]:
-    """Keys of all tensors that this rank reads."""
-    yield from (key for key, _ in _fixed(trainer))
+def _needed(trainer: Trainer, updates: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Keys and shapes of all tensors that this rank reads."""
+    yield from ((key, tuple(buffer.shape)) for key, buffer in _fixed(trainer))
     for entry in trainer.parameters.entries:
+        shape = tuple(entry.master.shape)
+        row = shape[1:] if entry.cut is None else (entry.cut.rows, entry.cut.columns)
         moments = [f"optim/{entry.name}/{name}" for name in MOMENTS if updates]
         for key in (f"model/{entry.name}", *moments):
             if entry.span is None:
-                yield key
+                yield key, shape
             else:
                 first = entry.span[0]
-                yield from (expert_key(key, first + i) for i in range(entry.master.shape[0]))
+                yield from ((expert_key(key, first + i), row) for i in range(shape[0]))
 
 
 def _differences(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
@@ -215,8 +228,9 @@ def _read_layers(trainer: Trainer, checkpoint: Checkpoint) -> None:
     try:
         own = layers_of(checkpoint.state["layers_by_rank"], trainer.rank, trainer.world_size)
         trainer.handle.load_state_dict(own)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint.folder / STATE}: layers_by_rank: {error!r}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
+        said = str(error) if isinstance(error, LRMoEError) else repr(error)
+        raise CheckpointError(f"{checkpoint.folder / STATE}: layers_by_rank: {said}") from error
 
 
 @torch.no_grad()
@@ -224,12 +238,7 @@ def _read_tensors(trainer: Trainer, checkpoint: Checkpoint) -> None:
     with checkpoint.reader() as reader:
 
         def read(key: str, shape: Sequence[int], first: int | None) -> Tensor:
-            values = reader.dense(key) if first is None else reader.experts(key, first, shape[0])
-            if values.shape != torch.Size(shape):
-                raise CheckpointError(
-                    f"{checkpoint.folder}: {key} has shape {tuple(values.shape)}, the model's is {tuple(shape)}"
-                )
-            return values
+            return reader.dense(key) if first is None else reader.experts(key, first, shape[0])
 
         def fill(key: str, target: Tensor, entry: Entry) -> None:
             if entry.cut is not None:
