@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typer.testing import CliRunner
 
 import lrmoe
 from lrmoe import debug
+from lrmoe.cli import app
 from lrmoe.config import LRMoEConfig
 from lrmoe.debug._find import digests
 from lrmoe.debug._poison import PoisonEmpty, poison, poisoned
@@ -27,6 +31,7 @@ from tests.distributed.plans import Crafted
 from tests.distributed.pool import Pool
 from tests.layer.harness import build, exact, leaves, pruning, run
 from tests.reference import GRADS, Case, make_case
+from tests.training.tiny import tiny_config
 
 CASE = make_case(tokens=20, experts=4, top_k=2, hidden=8, width=6, dtype=torch.float32)
 NAN, INF = float("nan"), float("inf")
@@ -327,3 +332,25 @@ def test_a_frozen_part_is_no_fault() -> None:
         out = layer(leaf["d_hidden"], CASE.ids, *(leaf[n] for n in GRADS[1:]), training=True)
         out.backward(CASE.grad_out)
     assert leaf["d_gate_up"].grad is None
+
+
+def test_a_checked_training_run_has_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[debug.Checks] = []
+    make = debug.Checks
+
+    def kept(**kwargs: Any) -> debug.Checks:
+        made.append(make(**kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(debug, "Checks", kept)
+    losses = {}
+    for name, more in (("plain", []), ("checked", ["--checked"])):
+        tiny_config(tmp_path, train={"name": name, "steps": 3}).write(tmp_path / "run.toml")
+        done = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "run.toml"), *more])
+        assert done.exit_code == 0, done.exception
+        lines = (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses[name] = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    assert losses["checked"] == losses["plain"]
+    assert len(losses["plain"]) == 3
+    assert len(made) == 1
+    assert made[0].made["plan"] >= 3

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 bad usage, 3 infeasible (budget).
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -95,6 +96,14 @@ def train(
         ),
     ] = False,
     overwrite: Overwrite = False,
+    checked: Annotated[
+        bool,
+        typer.Option(
+            "--checked",
+            help="Check every layer call, on every rank: plans, rows, unwritten memory, the first number that is not "
+            "finite. Slower; the same losses.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -127,7 +136,8 @@ def train(
         resume, overwrite = _auto(config, given, resume, overwrite)
     settings = _settings(config, given, resume, overwrite)
     _check_policy(settings.lrmoe.policy)
-    summary = _train(settings, ep, resume, overwrite)
+    rank = "lrmoe.debug:checked_rank" if checked else "lrmoe.training.run:run_rank"
+    summary = _train(rank, settings, ep, resume, overwrite)
     if summary is None:
         return
     if as_json:
@@ -175,29 +185,39 @@ def _check_policy(name: str) -> None:
         raise ConfigError(f"lrmoe.{error}") from error
 
 
-def _train(settings: TrainConfig, ep: int | None, resume: bool, overwrite: bool) -> Mapping[str, Any] | None:
-    """Train where torchrun put this process, alone, or in new processes; None on ranks that have nothing to say."""
+def _train(
+    rank: str, settings: TrainConfig, ep: int | None, resume: bool, overwrite: bool
+) -> Mapping[str, Any] | None:
+    """Train where torchrun put this process, alone, or in new processes; None on ranks that have nothing to say.
+
+    Args:
+        rank: import path of what a rank runs.
+    """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if ep is not None and str(ep) != os.environ["WORLD_SIZE"]:
             raise ConfigError(
                 f"--ep {ep}: torchrun started {os.environ['WORLD_SIZE']} ranks, which share the experts"
             )
-        from lrmoe.training.run import run_rank
-
-        summary = run_rank(settings.to_dict(), resume, True, overwrite)
+        summary = _here(rank, settings.to_dict(), resume, True, overwrite)
         return summary if os.environ["RANK"] == "0" else None
     if resume and ep is None:
         from lrmoe.training.resume import ranks_saved
 
         ep = ranks_saved(settings)
     if ep is None or ep == 1:
-        from lrmoe.training.run import run_rank
-
-        return run_rank(settings.to_dict(), resume, True, overwrite)
-    return _train_locally(settings, ep, resume, overwrite)
+        return _here(rank, settings.to_dict(), resume, True, overwrite)
+    return _train_locally(rank, settings, ep, resume, overwrite)
 
 
-def _train_locally(settings: TrainConfig, ep: int, resume: bool, overwrite: bool) -> Mapping[str, Any]:
+def _here(rank: str, *arguments: Any) -> Mapping[str, Any]:
+    module, _, name = rank.partition(":")
+    summary: Mapping[str, Any] = getattr(importlib.import_module(module), name)(*arguments)
+    return summary
+
+
+def _train_locally(
+    rank: str, settings: TrainConfig, ep: int, resume: bool, overwrite: bool
+) -> Mapping[str, Any]:
     from lrmoe.training.launch import run_workers
 
     if settings.train.device == "cuda":
@@ -206,7 +226,7 @@ def _train_locally(settings: TrainConfig, ep: int, resume: bool, overwrite: bool
         )
     tables = settings.replace(train={"device": "cpu"}).to_dict()
     results: list[Mapping[str, Any]] = run_workers(
-        "lrmoe.training.run:run_rank",
+        rank,
         ep,
         (tables, resume, True, overwrite),
         timeout_s=settings.train.timeout_s,
