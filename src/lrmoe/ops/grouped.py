@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes, asked of base pointers and strides by the CUDA kernel
+_MOST_ROWS = 2**31 - 1  # the CUDA kernel counts rows in 32 bits
 
 
 def grouped_mm(
@@ -48,7 +49,7 @@ def grouped_mm_weight(
 
     With `add` the products are added to `out` instead, which may then be wider than the rows (fp32 over bf16).
     """
-    if _fast(grad_NB, rows_NA) and all(count % 8 == 0 for count in counts):
+    if _fast(grad_NB, rows_NA) and fits_offsets(counts) and all(count % 8 == 0 for count in counts):
         found = _cuda_grouped(grad_NB.t(), rows_NA, counts)
         out.add_(found) if add else out.copy_(found)
     else:
@@ -74,11 +75,16 @@ def _weight_product(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None
 def _product(rows_NA: Tensor, weight_SAB: Tensor, counts: Sequence[int], out: Tensor | None) -> Tensor:
     if out is None:
         out = rows_NA.new_empty((rows_NA.shape[0], weight_SAB.shape[2]))
-    if _fast(rows_NA, weight_SAB):
+    if _fast(rows_NA, weight_SAB) and fits_offsets(counts):
         return out.copy_(_cuda_grouped(rows_NA, weight_SAB, counts))
     for s, begin, end in _segments(counts):
         torch.mm(rows_NA[begin:end], weight_SAB[s], out=out[begin:end])
     return out
+
+
+def fits_offsets(counts: Sequence[int]) -> bool:
+    """Whether row numbers of these segments fit the offsets of torch's grouped product; more rows run in a loop."""
+    return sum(counts) <= _MOST_ROWS
 
 
 def _segments(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:

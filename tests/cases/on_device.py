@@ -1,0 +1,26 @@
+"""Cases that need a GPU: the checks of benchmarks/gpu_check.py, which runs them on a machine that has one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+NEEDS_CUDA = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA: run there by benchmarks/gpu_check.py"
+)
+_BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
+
+
+def check_on_device(case: str) -> None:
+    """Run the check of a case on the GPU; fails where it does."""
+    if _BENCHMARKS not in sys.path:
+        sys.path.append(_BENCHMARKS)  # its scripts find each other there
+    cases, reports = (importlib.import_module(name) for name in ("gpu_cases", "gpu_report"))
+    device = torch.device("cuda")
+    report = reports.Report(seed=0, device=device)
+    cases.CASES[case](report, device, 0)
+    assert report.failed == []
