@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer
+from typer.testing import CliRunner
 
+from lrmoe.cli import app
 from lrmoe.integrations import transformers as lrmoe_hf
 from tests.integrations.models import make_model
 from tests.integrations.test_trainer import Tokens, arguments
@@ -22,12 +24,17 @@ PAGE = (Path(__file__).resolve().parents[1] / "docs" / "recipes.md").read_text(e
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def block(section: str, language: str) -> str:
-    """The first block of that language under a heading."""
+def blocks(section: str, language: str) -> list[str]:
+    """The blocks of that language under a heading."""
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
-    found = re.search(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert found is not None, (section, language)
-    return found[1]
+    found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert found, (section, language)
+    return found
+
+
+def block(section: str, language: str) -> str:
+    """The first of them."""
+    return blocks(section, language)[0]
 
 
 @pytest.fixture
@@ -97,20 +104,25 @@ def test_the_lines_of_the_expert_parallel_recipe_are_those_of_the_example() -> N
     "section", ["Expert parallel, one node", "Expert parallel, two nodes", "Slurm", "ms-swift"]
 )
 def test_shell_is_shell(section: str) -> None:
-    code = block(section, "bash")
-    done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=20, check=False)
-    assert done.returncode == 0, done.stderr
+    for code in blocks(section, "bash"):
+        command = ["bash", "-n"]
+        done = subprocess.run(command, input=code, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("section", ["Expert parallel, one node", "Expert parallel, two nodes", "Slurm"])
 def test_torchrun_knows_its_options(section: str) -> None:
     from torch.distributed.run import get_args_parser
 
-    command = block(section, "bash").partition("torchrun ")[2].replace("\\\n", " ").split()
     variables = {'"$SLURM_NNODES"': "2", '"$SLURM_JOB_ID"': "7", '"$first:29500"': "node:29500"}
-    parsed = get_args_parser().parse_args([variables.get(word, word) for word in command])
-    assert parsed.training_script == "train.py"
-    assert parsed.nproc_per_node == "8"
+    for code in blocks(section, "bash"):
+        command = code.partition("torchrun ")[2].replace("\\\n", " ").split()
+        parsed = get_args_parser().parse_args([variables.get(word, word) for word in command])
+        assert parsed.nproc_per_node == "8"
+        assert (parsed.training_script, parsed.module) in {("train.py", False), ("lrmoe.cli", True)}
+        if parsed.module:  # the run file is not there: everything before that was understood
+            done = CliRunner().invoke(app, parsed.training_script_args)
+            assert "run.toml: cannot be read" in str(done.exception)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
