@@ -38,6 +38,7 @@ from lrmoe.training.stop import StopRequest, stop_on_sigterm
 POLL_S = 0.05
 GRACE_S = 5.0  # how long the other ranks may take to report once one has failed
 STOP_S = 5.0  # how long a worker may take to unwind once it is told to stop
+START_S = 600.0  # how long workers wait for each other to start
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -64,7 +65,7 @@ def run_workers(
         function: import path "package.module:name"; called as name(*args) on every rank.
         args: picklable arguments, the same for all ranks.
         time_limit_s: wall-clock limit for the whole call; None is none.
-        timeout_s: how long a worker waits for another one in an exchange.
+        timeout_s: how long a worker waits for another one in an exchange, once all have started.
         pass_sigterm: pass the first SIGTERM of this process on to the workers and wait for what they return.
 
     Returns:
@@ -250,9 +251,10 @@ def _work(folder: Path, rank: int) -> None:
     function, world_size, args, timeout_s, path, command = pickle.loads((folder / "call.pickle").read_bytes())
     sys.path[:], sys.argv[:] = path, command  # figures name the command that somebody typed
     torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
+    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]  # torch exports it untold
+    _wait_for_all(store, rank, world_size)
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     module, _, name = function.partition(":")
     with telling():
         result = getattr(importlib.import_module(module), name)(*args)
@@ -262,6 +264,19 @@ def _work(folder: Path, rank: int) -> None:
         with waiting("the end of all ranks"):
             dist.barrier()  # nobody leaves while a peer may still talk to it
     dist.destroy_process_group()
+
+
+def _wait_for_all(store: Any, rank: int, world_size: int) -> None:
+    """Return when all ranks are here: imports take a while, and longer on one rank than on another.
+
+    Not by the store's own wait, which no signal interrupts.
+    """
+    store.set(f"here/{rank}", "")
+    end = time.monotonic() + START_S
+    while not store.check([f"here/{other}" for other in range(world_size)]):
+        if time.monotonic() > end:
+            raise RankError(f"the start of all ranks: some rank did not come within {START_S:g} s")
+        time.sleep(POLL_S)
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ from lrmoe.distributed.peers import waiting
 from lrmoe.errors import ConfigError, RankError
 
 POLL_S = 0.02
+START_S = 600.0  # how long ranks wait for each other to start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def joined(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Proces
 
     Args:
         device: as `pick_device`.
-        timeout_s: how long a rank waits for the others, at the start and in every exchange.
+        timeout_s: how long a rank waits for the others in an exchange, once all have started.
 
     Raises:
         ConfigError: a variable of torchrun's is missing or not a valid number, or as `pick_device`; names it.
@@ -118,10 +119,10 @@ def joined(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Proces
 
 
 def _init(backend: str, timeout_s: float) -> None:
-    timeout = timedelta(seconds=timeout_s)
     with waiting("the start of all ranks"):
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        store = PrefixStore(f"lrmoe/{_attempt(store, rank, world_size, timeout_s)}", store)
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
+        store = PrefixStore(f"lrmoe/{_attempt(store, rank, world_size, START_S)}", store)
+        timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
