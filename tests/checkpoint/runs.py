@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lrmoe.training.config import TrainConfig
@@ -64,3 +64,14 @@ def logits(model: Any) -> Tensor:
 
 def pretrained(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+
+
+def copied(folder: Path, target: Path) -> Path:
+    """The same folder with all tensors in one file."""
+    target.mkdir()
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(tensors_in(folder), target / "model.safetensors")
+    index = index_of(folder)
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "model.safetensors")
+    (target / INDEX).write_text(json.dumps(index))
+    return target

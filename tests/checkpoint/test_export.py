@@ -17,7 +17,9 @@ import transformers
 from lrmoe.checkpoint import export_checkpoint, import_checkpoint
 from lrmoe.checkpoint.hf import tensors as module
 from lrmoe.checkpoint.hf.names import FAMILIES
+from lrmoe.checkpoint.manifest import describe
 from lrmoe.errors import CheckpointError, ConfigError, UnsupportedError
+from lrmoe.training.loop import Trainer
 from tests.checkpoint.common import DAMAGE
 from tests.checkpoint.runs import config_of, index_of, logits, pretrained, same_tensors, tensors_in, trained
 from tests.distributed.pool import Pool
@@ -108,10 +110,6 @@ def test_another_dtype(run: Path, tmp_path: Path) -> None:
     assert pretrained(tmp_path / "half").dtype == torch.float16
 
 
-def families() -> list[str]:
-    return sorted(FAMILIES)
-
-
 def a_model(family: str) -> Any:
     """A tiny model of a family with weights that tell every tensor from the others."""
     ours = {"qwen3_moe": "qwen3", "glm4_moe": "glm4", "mixtral": "mixtral", "deepseek_v3": "deepseek3"}
@@ -124,7 +122,7 @@ def a_model(family: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_names_are_those_that_transformers_publishes(tmp_path: Path, family: str) -> None:
     a_model(family).save_pretrained(tmp_path / "theirs")
     import_checkpoint(tmp_path / "theirs", tmp_path / "run")
@@ -144,8 +142,6 @@ def test_two_ranks_of_either_storage(pool2: Pool, tmp_path: Path, storage: str) 
     config = config_of(tmp_path, "glm").replace(lrmoe={"storage": storage})
     pool2.run(save_ranks, config)
     export_checkpoint(config.folder, tmp_path / "out")
-    from lrmoe.training.loop import Trainer
-
     alone = Trainer(config.replace(lrmoe={"storage": "owned"}))
     alone.resume()
     alone.handle.disable()
@@ -249,8 +245,6 @@ def test_a_failed_write_leaves_what_was_there(
 
 def rewrite_state(folder: Path, change: Callable[[Any], object]) -> None:
     """Change state.json and keep the manifest in step with it."""
-    from lrmoe.checkpoint.manifest import describe
-
     state = json.loads((folder / "state.json").read_text())
     change(state)
     (folder / "state.json").write_text(json.dumps(state))

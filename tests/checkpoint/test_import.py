@@ -15,15 +15,11 @@ from torch import Tensor
 
 from lrmoe.checkpoint import export_checkpoint, import_checkpoint, open_checkpoint
 from lrmoe.errors import CheckpointError, ConfigError, LRMoEError, UnsupportedError
-from lrmoe.training.imported import import_run
-from lrmoe.training.loop import Trainer
-from lrmoe.training.resume import resumed_config
 from tests.checkpoint.runs import (
     INDEX,
     config_of,
+    copied,
     index_of,
-    logits,
-    pretrained,
     same_tensors,
     tensors_in,
     trained,
@@ -99,74 +95,8 @@ def test_a_folder_that_states_no_layout_is_taken_as_published(
         import_checkpoint(single, tmp_path / "third", layout="fused")
 
 
-def copied(folder: Path, target: Path) -> Path:
-    """The same tensors in one file."""
-    target.mkdir()
-    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
-    save_file(tensors_in(folder), target / "model.safetensors")
-    index = index_of(folder)
-    index["weight_map"] = dict.fromkeys(index["weight_map"], "model.safetensors")
-    (target / INDEX).write_text(json.dumps(index))
-    return target
-
-
 def unstate(folder: Path) -> None:
     (folder / INDEX).unlink()
-
-
-def test_an_imported_run_goes_on(exported: dict[str, Path], tmp_path: Path) -> None:
-    """The first loss is that of the imported weights; the configuration is the one given."""
-    corpus = config_of(tmp_path, "glm").data.path
-    places = [f"data.path={json.dumps(corpus)}", "data.seq_len=16", "train.batch_size=2", "train.device=cpu"]
-    made = import_run(
-        exported["glm-bfloat16"], tmp_path / "runs" / "new", overrides=[*places, "train.steps=3"]
-    )
-    assert made == tmp_path / "runs" / "new" / "checkpoints" / "step-00000000"
-    settings = resumed_config(None, [f"train.runs={json.dumps(str(tmp_path / 'runs'))}", "train.name=new"])
-    assert (settings.train.dtype, settings.train.steps) == ("bfloat16", 3)
-    kept = json.loads((settings.folder / "model" / "config.json").read_text())
-    assert kept["dtype"] == "bfloat16", "as the folder says"
-    trainer = Trainer(settings)
-    assert trainer.resume() == 0
-    same_tensors(trainer.model.state_dict(), pretrained(exported["glm-bfloat16"]).state_dict())
-    assert all(entry.master.dtype == torch.float32 for entry in trainer.parameters.entries)
-    export_checkpoint(settings.folder, tmp_path / "out", max_shard_size="60kB")
-    same_tensors(tensors_in(tmp_path / "out"), tensors_in(exported["glm-bfloat16"]))
-    trainer.step()
-    trainer.save()
-    assert export_checkpoint(settings.folder, tmp_path / "later").step == 1
-
-
-def test_a_run_that_cannot_be_made_leaves_nothing(exported: dict[str, Path], tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "new"
-    folder = exported["qwen-float32"]
-    for overrides, said in (
-        (["model.preset=glm4-moe-tiny"], r"model\.preset: the model is that of .*; leave \[model\] out"),
-        (["data.path=nowhere"], r"data\.path='nowhere'"),
-        (["train.stepz=3"], r"train\.stepz: no such key"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            import_run(folder, run, overrides=overrides)
-    broken = copied(folder, tmp_path / "broken")
-    without(NAME)(broken)
-    corpus = config_of(tmp_path, "glm").data.path
-    with pytest.raises(CheckpointError, match=NAME):
-        import_run(broken, run, overrides=[f"data.path={json.dumps(corpus)}", "data.seq_len=16"])
-    assert not list((tmp_path / "runs").iterdir())
-    run.mkdir()
-    with pytest.raises(ConfigError, match=r"new: exists; name another run"):
-        import_run(folder, run)
-
-
-@pytest.mark.parametrize("kind", ["step", "run"])
-def test_a_checkpoint_of_ours_is_taken_as_a_model(tmp_path: Path, kind: str) -> None:
-    config = config_of(tmp_path, "glm")
-    trainer = trained(config)
-    path = config.folder if kind == "run" else config.folder / "checkpoints" / "step-00000001"
-    started = Trainer(config.replace(model={"preset": None, "overrides": {}, "checkpoint": str(path)}))
-    same_tensors(started.model.state_dict(), trainer.model.state_dict())
-    assert started.steps_done == 0
-    assert torch.equal(logits(started.model), logits(trainer.model))
 
 
 def changed(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
