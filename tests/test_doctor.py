@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,20 @@ def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
     assert found["traces"].state == "no"
     assert 'pip install -e ".[traces]"' in found["traces"].text
     assert found["report"].state == "ok"
+
+
+def test_what_is_too_old_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine.version
+    old = {"torch": "2.9.1+cu126", "pyarrow": "17.0.0", "rich": "13"}
+    monkeypatch.setattr(machine, "version", lambda name: old.get(name) or here(name))
+    found = by_name(machine.versions())
+    assert found["torch"].state == "fault"
+    assert found["torch"].text == "torch 2.9.1+cu126 is too old: 2.11 or newer is needed"
+    assert found["traces"].text.startswith("pyarrow 17.0.0 is too old: 18 or newer is needed: pip install")
+    assert found["rich"].state == "info"
+    for python, state in (("3.10.4", "fault"), ("3.11.0", "info"), ("3.13.9", "info"), ("3.14.0", "fault")):
+        monkeypatch.setattr(platform, "python_version", lambda python=python: python)
+        assert machine._python().state == state
 
 
 def test_every_extra_of_the_project_is_looked_for() -> None:

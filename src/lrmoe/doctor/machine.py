@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
 import numpy as np
@@ -30,24 +31,57 @@ EXTRAS = {
 
 def versions() -> Iterator[Finding]:
     """Python, what the package needs, and its extras."""
-    yield Finding(area="versions", name="python", state="info", text=platform.python_version())
+    yield _python()
     for name in NEEDED:
-        found = _version(name)
-        state = "fault" if found is None else "info"
-        yield Finding(area="versions", name=name, state=state, text=found or "not installed")
+        found, trouble = _version(name), _trouble(name)
+        state = "info" if trouble is None else "fault"
+        yield Finding(area="versions", name=name, state=state, text=trouble or str(found))
     for extra, (modules, purpose) in EXTRAS.items():
         yield _extra(extra, modules, purpose)
     if _version("transformers") is not None:
         yield _transformers()
 
 
+def _python() -> Finding:
+    needed = metadata("lrmoe")["Requires-Python"]
+    bounds = dict(re.findall(r"(>=|<)\s*([\d.]+)", needed))
+    here = platform.python_version()
+    low, high = bounds.get(">=", "0"), bounds.get("<")
+    good = not _older(here, low) and (high is None or _older(here, high))
+    text = here if good else f"{here}: lrmoe needs {needed}"
+    return Finding(area="versions", name="python", state="info" if good else "fault", text=text)
+
+
 def _extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
-    found = {name: _version(name) for name in modules}
-    missing = [name for name, one in found.items() if one is None]
-    text = ", ".join(f"{name} {one}" for name, one in found.items() if one is not None)
-    if missing:
-        text = f'{", ".join(missing)} not installed: pip install -e ".[{extra}]" ({purpose})'
-    return Finding(area="extras", name=extra, state="no" if missing else "ok", text=text)
+    troubles = [trouble for trouble in map(_trouble, modules) if trouble is not None]
+    text = ", ".join(f"{name} {_version(name)}" for name in modules)
+    if troubles:
+        text = f'{", ".join(troubles)}: pip install -e ".[{extra}]" ({purpose})'
+    return Finding(area="extras", name=extra, state="no" if troubles else "ok", text=text)
+
+
+def _trouble(name: str) -> str | None:
+    """Why a distribution does not do, None where it does."""
+    found, least = _version(name), _least(name)
+    if found is None:
+        return f"{name} not installed"
+    if least is not None and _older(found, least):
+        return f"{name} {found} is too old: {least} or newer is needed"
+    return None
+
+
+def _least(name: str) -> str | None:
+    """The oldest version that this package's own metadata accepts."""
+    for line in requires("lrmoe") or []:
+        found = re.match(r"([\w.-]+)\s*>=\s*([\d.]+)", line)
+        if found is not None and found[1].lower() == name:
+            return found[2]
+    return None
+
+
+def _older(version_text: str, least: str) -> bool:
+    numbers = [[int(n) for n in re.findall(r"\d+", text)] for text in (version_text, least)]
+    return numbers[0][: len(numbers[1])] < numbers[1]
 
 
 def _transformers() -> Finding:
