@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +116,47 @@ def test_with_a_rank_lost_nothing_is_saved(pool: Pool, tmp_path: Path, action: s
     assert said in str(error)
     assert find_steps(config.folder / "checkpoints") == [1, 2]
     assert not list((config.folder / "checkpoints").glob(".*"))
+
+
+def killed_after(config: TrainConfig, steps: int | None, seconds: float = 0.0) -> tuple[int, bool]:
+    """Worker: go on or start; so many steps and seconds later the last rank is killed, whatever it is doing."""
+    resume, overwrite = resume_or_start(None, overrides(Path(config.train.runs), checkpoint_every=2))
+    whole, begun = Trainer.step, []
+
+    def step(trainer: Trainer) -> Any:
+        begun.append(trainer.steps_done)
+        if len(begun) == steps and trainer.rank == trainer.world_size - 1:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return whole(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        summary = run_rank(config.to_dict(), resume, False, overwrite)
+    return summary["steps"], summary["finished"]
+
+
+@pytest.mark.distributed
+def test_a_run_that_is_killed_again_and_again_ends_at_the_same_weights(pool: Pool, tmp_path: Path) -> None:
+    constant = {"warmup_steps": 2, "min_lr_ratio": 1.0}  # whatever the number of steps
+    config = tiny_config(
+        tmp_path, train={"steps": 500, "checkpoint_every": 2, "trace": False}, optim=constant
+    )
+    saved, moments, reached = config.folder / "checkpoints", random.Random(0), 0
+    for kill in range(6):
+        config = config.replace(train={"checkpoint_async": kill % 2 == 1})
+        outcomes = pool.outcomes(killed_after, config, moments.randint(1, 5), moments.uniform(0, 0.1))
+        assert all(one.error is not None for one in outcomes)
+        steps = find_steps(saved)
+        assert max(steps, default=0) >= reached, "no checkpoint is lost"
+        reached = max(steps, default=0)
+    assert reached > 0
+    config = config.replace(train={"steps": reached + 3})
+    assert pool.run(killed_after, config, None) == [(reached + 3, True)] * 2
+    whole = config.replace(train={"name": "whole"})
+    pool.run(ranks_of, whole, None)
+    ours, theirs = weights(config), weights(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def poisoned(config: TrainConfig) -> tuple[dict[str, Any], list[float], list[Any]]:
