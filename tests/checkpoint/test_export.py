@@ -283,7 +283,6 @@ STATES: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         CheckpointError,
         r"(holds no tensor 'model/.*/expert/4'|has shape \(4, 32\), the configuration asks for \(6, 32\))",
     ),
-    "no dtype": (lambda s: s.pop("config"), ConfigError, r"dtype=None: .*state.json does not say the run's"),
 }
 
 

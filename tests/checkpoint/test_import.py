@@ -236,3 +236,19 @@ def test_parts_that_the_class_leaves_out_are_passed_over(exported: dict[str, Pat
     made = import_checkpoint(folder, tmp_path / "run")
     export_checkpoint(made, tmp_path / "out")
     same_tensors(tensors_in(tmp_path / "out"), tensors_in(exported["glm-float32"]))
+
+
+def test_a_state_that_says_no_dtype(exported: dict[str, Path], tmp_path: Path) -> None:
+    """The weights say it, where they are of one."""
+    folder = copied(exported["glm-bfloat16"], tmp_path / "folder")
+    fields = json.loads((folder / "config.json").read_text())
+    made = import_checkpoint(folder, tmp_path / "run", state={"model": fields})
+    assert export_checkpoint(made, tmp_path / "out").dtype == "bfloat16"
+    same_tensors(tensors_in(tmp_path / "out"), tensors_in(folder))
+    changed(lambda t: t.update({"lm_head.weight": t["lm_head.weight"].float()}))(folder)
+    mixed = import_checkpoint(folder, tmp_path / "mixed", state={"model": fields})
+    with pytest.raises(
+        ConfigError, match=r"dtype=None: .*does not say .* the weights are BF16, F32; valid"
+    ):
+        export_checkpoint(mixed, tmp_path / "no")
+    assert export_checkpoint(mixed, tmp_path / "asked", dtype="float32").dtype == "float32"

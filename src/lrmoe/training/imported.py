@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from lrmoe.checkpoint.hf.export import TOKENIZER, copy_tokenizer, replacing
+from lrmoe.checkpoint.hf.export import replacing
 from lrmoe.checkpoint.hf.importing import dtype_name, import_checkpoint, read_config
+from lrmoe.checkpoint.hf.tokenizer import TOKENIZER, copy_tokenizer
 from lrmoe.errors import ConfigError
 from lrmoe.training.config import TrainConfig, read_tables
 from lrmoe.training.data import Corpus

@@ -15,23 +15,20 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lrmoe.checkpoint.hf.folder import CONFIG, INDEX, LAYOUT, Source, own_fields, own_source, steps_below
 from lrmoe.checkpoint.hf.names import LAYOUTS, PER_EXPERT, is_experts, naming_of
 from lrmoe.checkpoint.hf.outline import Outline, config_of, outline_of
-from lrmoe.checkpoint.hf.tensors import DTYPES, Chunk, Entry, Reader, write_tensors
+from lrmoe.checkpoint.hf.tensors import DTYPES, NAMES, Chunk, Entry, Reader, write_tensors
+from lrmoe.checkpoint.hf.tokenizer import copy_run_tokenizer
 from lrmoe.checkpoint.load import Checkpoint, open_checkpoint
 from lrmoe.checkpoint.manifest import STATE, sync, write_json
 from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.sizes import parse_size
 
 log = logging.getLogger(__name__)
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -72,8 +69,8 @@ def export_checkpoint(
         out: the folder to make.
         step: of the checkpoint to take.
         layout: "per-expert", as the model's family is published, or "fused", as transformers' modules hold experts.
-        dtype: of the weights: float32, bfloat16, float16; None: that of the run's training. Buffers, and what the model
-            keeps in float32 whatever its dtype, keep the dtype they have.
+        dtype: of the weights: float32, bfloat16, float16; None: that of the run's training, or else
+            the one they are stored in. Buffers, and what the model keeps in float32 whatever its dtype, keep theirs.
         max_shard_size: bytes, or "5GB": most of one file; a larger tensor has one to itself.
         overwrite: replace `out` where it is a folder of files with a config.json.
 
@@ -90,8 +87,9 @@ def export_checkpoint(
     where = str(checkpoint.folder / STATE)
     config = config_of(own_fields(checkpoint.folder), where)
     outline = outline_of(config)
-    dtype = dtype or _run_dtype(checkpoint)
-    entries = _entries(own_source(checkpoint.folder), outline, layout, DTYPES_BY_NAME[dtype])
+    weights = own_source(checkpoint.folder)
+    dtype = dtype or _run_dtype(checkpoint, weights, outline)
+    entries = _entries(weights, outline, layout, DTYPES_BY_NAME[dtype])
     config.architectures = [outline.architecture]
     config.dtype = DTYPES_BY_NAME[dtype]
     with replacing(out) as folder:
@@ -99,7 +97,7 @@ def export_checkpoint(
         files = _write_weights(folder, entries, limit, metadata)
         config.save_pretrained(folder)
         sync(folder / CONFIG)
-        _copy_tokenizer(folder, checkpoint)
+        copy_run_tokenizer(checkpoint.state, folder)
     return Exported(
         folder=out,
         step=checkpoint.manifest.step,
@@ -178,16 +176,24 @@ def _newest_verified(path: Path, step: int | None) -> Checkpoint:
     raise errors[0]
 
 
-def _run_dtype(checkpoint: Checkpoint) -> str:
+def _run_dtype(checkpoint: Checkpoint, source: Source, outline: Outline) -> str:
+    """What the run says it trains in, else the one that the dense weights have."""
     config = checkpoint.state.get("config")
     table = config.get("train") if isinstance(config, dict) else None
-    found = table.get("dtype") if isinstance(table, dict) else None
-    if found not in EXPORT_DTYPES:
+    stated = table.get("dtype") if isinstance(table, dict) else None
+    if stated in EXPORT_DTYPES:
+        return str(stated)
+    dense = [name for name in outline.shapes if not is_experts(name) and name not in outline.kept]
+    found = {
+        chunk.stored.dtype for name in dense for _, chunk in source.chunks(name, outline.shapes[name], None)
+    }
+    names = [name for name, dtype in DTYPES_BY_NAME.items() if {NAMES[dtype]} == found]
+    if not names:
         raise ConfigError(
-            f"dtype=None: {checkpoint.folder / STATE} does not say the run's (config.train.dtype={found!r}); valid: "
-            f"{', '.join(map(repr, EXPORT_DTYPES))}"
+            f"dtype=None: {checkpoint.folder / STATE} does not say the run's (config.train.dtype={stated!r}), and the "
+            f"weights are {', '.join(sorted(found))}; valid: {', '.join(map(repr, EXPORT_DTYPES))}"
         )
-    return str(found)
+    return names[0]
 
 
 def _entries(source: Source, outline: Outline, layout: str, dtype: torch.dtype) -> list[Entry]:
@@ -239,28 +245,3 @@ def split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
         groups[-1].append(entry)
         room -= entry.nbytes
     return groups
-
-
-def _copy_tokenizer(folder: Path, checkpoint: Checkpoint) -> None:
-    """The run's tokenizer, so that AutoTokenizer reads it; a warning where its file is gone."""
-    config: Any = checkpoint.state.get("config")
-    data = config.get("data") if isinstance(config, dict) else None
-    given = data.get("tokenizer") if isinstance(data, dict) else None
-    if given is None:
-        return
-    path = Path(given)
-    if not path.is_file():
-        log.warning("data.tokenizer=%r: not there any more; the export has no tokenizer", given)
-        return
-    copy_tokenizer(path, folder)
-
-
-def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy a tokenizer's JSON file and what belongs to it; without a configuration of its own it gets the plain one."""
-    shutil.copyfile(path, folder / TOKENIZER)
-    if path.name == TOKENIZER:
-        for name in BESIDE_TOKENIZER:
-            if (path.parent / name).is_file():
-                shutil.copyfile(path.parent / name, folder / name)
-    if not (folder / TOKENIZER_CONFIG).is_file():
-        write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"})
