@@ -247,8 +247,6 @@ def test_a_state_that_says_no_dtype(exported: dict[str, Path], tmp_path: Path) -
     same_tensors(tensors_in(tmp_path / "out"), tensors_in(folder))
     changed(lambda t: t.update({"lm_head.weight": t["lm_head.weight"].float()}))(folder)
     mixed = import_checkpoint(folder, tmp_path / "mixed", state={"model": fields})
-    with pytest.raises(
-        ConfigError, match=r"dtype=None: .*does not say .* the weights are BF16, F32; valid"
-    ):
+    with pytest.raises(ConfigError, match=r"dtype=None: .*does not say .* the weights are BF16, F32; valid"):
         export_checkpoint(mixed, tmp_path / "no")
     assert export_checkpoint(mixed, tmp_path / "asked", dtype="float32").dtype == "float32"
