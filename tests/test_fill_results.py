@@ -59,6 +59,17 @@ def test_ratios_come_with_errors_and_seeds_that_are_missing() -> None:
     assert "Wall clock" not in page
 
 
+def test_readme_shows_the_systems_of_its_table_only() -> None:
+    more = run()
+    more["rows"].append(row("megatron", 0, 1.9))
+    text = fill_results.short(more)
+    assert "2 seeds:\n\n| | qwen3-moe-micro, aux 0 |" in text
+    assert "| lrmoe-sampled50 | 0.520 +- 0.020 |" in text
+    assert "megatron" not in text
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert text in fill_results.fill(readme, text)
+
+
 def test_what_is_missed_is_told_by_phase_and_beside_what_can_be_reached() -> None:
     page = fill_results.page_of(run(), [], [])
     assert "| lrmoe-sampled50 | 0.490 +- 0.020 |" in page, "the least that a backward without overhead takes"

@@ -1,8 +1,8 @@
-"""Fill docs/results.md with what `make headline` wrote; figures enter the page in no other way.
+"""Fill docs/results.md, and README's short table, with what `make headline` wrote; figures enter them in no other way.
 
 Usage: python tools/fill_results.py runs/headline [--ablate FILE] [--link-wall FILE]
 Reads headline.json of the run (and JSON lines of `lrmoe ablate`, else the run's own smaller ablation, and of
-benchmarks/link_wall.py where they exist), writes what stands between the page's markers and docs/img/time-to-loss.svg.
+benchmarks/link_wall.py where they exist), writes what stands between the pages' markers and docs/img/time-to-loss.svg.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from lrmoe.experiments.stage.lines import MAIN
 from lrmoe.statistics import standard_error
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "results.md"
+PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 PLOT = ROOT / "docs" / "img" / "time-to-loss.svg"
-REGION = re.compile(r"(<!-- results:start -->\n).*?(<!-- results:end -->)", re.DOTALL)
+MARKERS = "<!-- results:start -->", "<!-- results:end -->"
+REGION = re.compile(rf"({MARKERS[0]}\n).*?({MARKERS[1]})", re.DOTALL)
+SHOWN = ("symi", "ultraep", "lrmoe", "lrmoe-sampled50", "lrmoe-topk20")  # in README
 ABLATED = re.compile(r"ablate\.(\w+)\.(.+)\.drop([\d.]+)\.(dloss|dppl)")
 MARKS = {"symi": 0.552, "ultraep": 0.75}  # of lrmoe-sampled50: the best published figure, and a quarter less
 JUDGED = "lrmoe-sampled50"
@@ -96,6 +98,20 @@ def _how(run: dict[str, Any]) -> str:
         f"{context['versions']['torch']}, {context['date']}. Layers executed at EP {size['ranks']} with hidden "
         f"{size['hidden']}, width {size['width']} and {run['pairs_per_rank']} pairs per rank and call, every "
         f"{run['every']}th step. {run['link_rule']} Here: {links}."
+    )
+
+
+def short(run: dict[str, Any]) -> str:
+    """README's table."""
+    rows = [row for row in run["rows"] if row["activations"] == MAIN and row["system"] in SHOWN]
+    hardware = run["context"]["hardware"]
+    return _ratios(
+        rows,
+        "symi",
+        f"`{run['command']}`: MoE-layer time to the same loss over SYMI's, executed at EP {run['size']['ranks']}; "
+        f"critical path over a modelled link; {hardware['cores']} cores of {hardware['cpu']}, "
+        f"{run['context']['date']}, "
+        f"{len(run['seeds'])} seeds:",
     )
 
 
@@ -298,7 +314,7 @@ def fill(page: str, results: str) -> str:
         ValueError: the markers are missing.
     """
     if not REGION.search(page):
-        raise ValueError("docs/results.md: no <!-- results:start --> ... <!-- results:end -->")
+        raise ValueError(f"a page to fill has no {MARKERS[0]} ... {MARKERS[1]}")
     return REGION.sub(lambda found: f"{found[1]}{results}\n{found[2]}", page)
 
 
@@ -309,7 +325,7 @@ def _lines(path: Path | None) -> Rows:
 
 
 def main() -> int:
-    """Read the run, write the page and its plot."""
+    """Read the run, write the pages and the plot."""
     parser = argparse.ArgumentParser(description="Fill docs/results.md.")
     parser.add_argument("run", type=Path, help="folder of `make headline`")
     results = ROOT / "benchmarks" / "results"
@@ -319,7 +335,8 @@ def main() -> int:
     run = json.loads((given.run / "headline.json").read_text(encoding="utf-8"))
     ablate = _lines(given.ablate) or _lines(given.run / "headline.jsonl")
     made = page_of(run, ablate, _lines(given.link_wall))
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
+    for page, text in ((PAGE, made), (README, short(run))):
+        page.write_text(fill(page.read_text(encoding="utf-8"), text), encoding="utf-8")
     PLOT.parent.mkdir(exist_ok=True)
     PLOT.write_text(plot_of(run["rows"]), encoding="utf-8")
     return 0
