@@ -89,6 +89,15 @@ def test_a_tokenizer_in_the_folder_is_the_run_s(exported: Path, tmp_path: Path) 
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
+def test_an_imported_run_of_sharded_storage(exported: Path, tmp_path: Path) -> None:
+    import_run(exported, tmp_path / "run", overrides=[*places(tmp_path), 'lrmoe.storage="sharded"'])
+    trainer = Trainer(resumed(tmp_path / "run"))
+    assert trainer.resume() == 0
+    trainer.save()
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    same_tensors(tensors_in(tmp_path / "out"), tensors_in(exported))
+
+
 def weights_of(config: TrainConfig) -> dict[str, Any]:
     trainer = Trainer(config, dist.group.WORLD)
     assert trainer.resume() == 0
