@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -66,6 +67,9 @@ def enable(
             is none. Nothing has been changed then.
         ConfigError: `config` is not an LRMoEConfig; the model is enabled already; or `group` is not the one its
             experts are spread over.
+
+    Warns:
+        UserWarning: the model normalises the only routing weight of a token, so that its router gets no gradient.
     """
     config = LRMoEConfig() if config is None else config
     if not isinstance(config, LRMoEConfig):
@@ -77,6 +81,8 @@ def enable(
     bindings = {name: _checked(module, name, group) for name, module in modules.items()}
     for name, binding in bindings.items():
         _check_storage(config, binding, name)
+    for name, module in modules.items():
+        _warn_of_constant_weights(module, name)
     clock, telemetry = StepClock(), SummedTelemetry()
     layers = {
         name: binding.build(config, layer=number, clock=clock, telemetry=telemetry, policy=policy)
@@ -129,6 +135,17 @@ def _check_storage(config: LRMoEConfig, binding: Binding, name: str) -> None:
     raise ConfigError(
         f"storage={config.storage!r}: the parameters of {name} are {held}; valid is {binding.storage!r}{hint}"
     )
+
+
+def _warn_of_constant_weights(module: nn.Module, name: str) -> None:
+    """Say where a token's only routing weight is normalised: it is 1, and teaches the router nothing."""
+    asked = getattr(module.config, "norm_topk_prob", False)
+    if asked and getattr(module.config, "num_experts_per_tok", None) == 1:
+        warnings.warn(
+            f"{name}: norm_topk_prob=True with num_experts_per_tok=1 makes every routing weight 1: the router learns "
+            "from auxiliary losses alone; set norm_topk_prob=False to train it on the main loss",
+            stacklevel=3,
+        )
 
 
 def _ranks(group: ProcessGroup) -> list[int]:
