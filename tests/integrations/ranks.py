@@ -32,8 +32,9 @@ def save_models(folder: Path, names: Sequence[str], dtype: torch.dtype = torch.f
 
 def load(path: str, dtype: torch.dtype, **layout: Any) -> nn.Module:
     """A saved model in train mode, spread as `layout` says (DistributedConfig), whole without one."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(
-        RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK=str(dist.get_rank())
+        RANK=rank, WORLD_SIZE=ranks, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks, OMP_NUM_THREADS="1"
     )
     lrmoe_hf.register()
     spread = {"distributed_config": DistributedConfig(**layout)} if layout else {}

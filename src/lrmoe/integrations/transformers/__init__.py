@@ -19,6 +19,7 @@ from lrmoe.integrations.transformers._clip import clip_grad_norm_
 from lrmoe.integrations.transformers._enable import enable, register
 from lrmoe.integrations.transformers._handle import Handle
 from lrmoe.integrations.transformers._overflow import agree_on_overflow
+from lrmoe.integrations.transformers._resume import resume
 from lrmoe.integrations.transformers._shard import dense_parameters, expert_parameters, shard_experts
 from lrmoe.integrations.transformers._sharded import (
     ShardedExperts,
@@ -38,6 +39,7 @@ __all__ = [
     "expert_parameters",
     "install_sharded_experts",
     "register",
+    "resume",
     "shard_experts",
     "sharded_parameters",
     "watch_layers",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,8 @@ from lrmoe.errors import ConfigError, did_you_mean
 from lrmoe.integrations.transformers._compat import ExportableState, TrainerCallback
 from lrmoe.integrations.transformers._handle import Handle, find_handle
 from lrmoe.integrations.transformers._summary import figures, short_figures
+from lrmoe.integrations.transformers._training import Running
+from lrmoe.telemetry import CallRecord
 from lrmoe.telemetry.layers import layer_histograms
 from lrmoe.telemetry.live import Reporter
 
@@ -26,6 +29,10 @@ class LRMoECallback(TrainerCallback, ExportableState):
     `trainer_state.json`, so that a resumed run goes on where it was (under expert parallelism the score history of
     other ranks' experts starts anew).
 
+    With `checkpoints` it saves the whole run itself, for models that the Trainer cannot resume: those spread by a
+    `DistributedConfig`, expert-parallel ones among them. Give the Trainer `save_strategy="no"`, and start it, for the
+    first time and again, with `trainer.train(resume_from_checkpoint=lrmoe_hf.resume(trainer))`.
+
     The Trainer calls reporters named in `report_to` before callbacks given to it, and they would not see the figures.
     To have them in TensorBoard, pass `report_to="none"` and either `callbacks=[LRMoECallback(handle),
     TensorBoardCallback()]`, or `callbacks=[LRMoECallback(handle, [lrmoe.telemetry.TensorBoard(folder)])]`, which shows
@@ -35,28 +42,58 @@ class LRMoECallback(TrainerCallback, ExportableState):
         handle: from `enable`; left out, it is found on the Trainer's model when training begins.
         reporters: get every log with the figures in it, and histograms, on the first process.
         log: "totals" or "layers"; docs/telemetry.md names the figures of both.
+        checkpoints: folder for them, on a file system that all ranks share; None saves nothing.
+        every: optimizer steps from one checkpoint to the next; the end of training saves too.
+        keep_last: checkpoints to keep.
 
     Raises:
-        ConfigError: `log` is neither.
+        ConfigError: `log` is neither; `checkpoints` and `every` are not given together; a number below 1.
     """
 
     def __init__(
-        self, handle: Handle | None = None, reporters: Sequence[Reporter] = (), *, log: str = "totals"
+        self,
+        handle: Handle | None = None,
+        reporters: Sequence[Reporter] = (),
+        *,
+        log: str = "totals",
+        checkpoints: str | Path | None = None,
+        every: int | None = None,
+        keep_last: int = 2,
     ) -> None:
         if log not in _LOGS:
             raise ConfigError(
                 f"log={log!r}{did_you_mean(str(log), _LOGS)}: must be one of {', '.join(_LOGS)}"
             )
+        if (checkpoints is None) is not (every is None):
+            raise ConfigError(f"checkpoints={checkpoints!r} and every={every!r}: must be given together")
+        for name, number in (("every", 1 if every is None else every), ("keep_last", keep_last)):
+            if type(number) is not int or number < 1:
+                raise ConfigError(f"{name}={number!r}: must be an integer of at least 1")
         self.handle = handle
         self.reporters = reporters
         self.log = log
+        self.checkpoints = None if checkpoints is None else str(checkpoints)
+        self.every = every
+        self.keep_last = keep_last
         self._steps = _StepTimes()
+        self._saver = _Saver(self)
+        self._restore: Callable[[Handle], None] | None = None
+        self._ended: Callable[[], None] | None = None
         self.saved: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
         """What the Trainer stores with its own state."""
         saved = self.handle.state_dict() if self.handle is not None else None
-        return {"args": {"log": self.log}, "attributes": {"saved": saved}}
+        options = {name: getattr(self, name) for name in ("log", "checkpoints", "every", "keep_last")}
+        return {"args": options, "attributes": {"saved": saved}}
+
+    def going_on(self, restore: Callable[[Handle], None], ended: Callable[[], None]) -> None:
+        """Say that the run goes on from a checkpoint; `resume` does.
+
+        Args:
+            restore: puts clock and controllers back. ended: is called when training ends.
+        """
+        self._restore, self._ended = restore, ended
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
@@ -69,6 +106,11 @@ class LRMoECallback(TrainerCallback, ExportableState):
                 "handle: LRMoECallback got none and the Trainer's model is not enabled; call enable first"
             )
         self.handle.clock.expected = True
+        self._saver.begin(state.global_step)
+        if self._restore is not None:
+            self._restore(self.handle)
+            self._restore = None
+            return
         if state.global_step == 0:
             return
         stored = state.stateful_callbacks.get(type(self).__name__)
@@ -79,25 +121,40 @@ class LRMoECallback(TrainerCallback, ExportableState):
         else:
             self.handle.restart_at(state.global_step)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """An optimizer step begins, with its first micro-batch."""
+        self._saver.save(state, rest)
         self._steps.begin()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """One optimizer step was done; an attached optimizer has counted it already."""
         self._steps.end()
         if self.handle is not None and self.handle.enabled and not self.handle.attached:
             self.handle.step()
+        if not (control.should_log or control.should_evaluate):
+            self._saver.save(state, rest)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """An evaluation was done, which may have drawn random numbers: what is saved now comes after it."""
+        self._saver.save(state, rest)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """An epoch ends; there may have been nothing to log after its last step."""
+        self._saver.save(state, rest)
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **rest: Any
     ) -> None:
         """Add the figures to this log, for the reporters, later callbacks and the history."""
         if self.handle is None or not self.handle.enabled or logs is None or "loss" not in logs:
             return
         records, step_ms = self.handle.telemetry.drain(), self._steps.take()
-        if not state.is_world_process_zero:
-            return
+        if state.is_world_process_zero:
+            self._report(state, logs, records, step_ms)
+        if not control.should_evaluate:
+            self._saver.save(state, rest)
+
+    def _report(self, state: Any, logs: dict[str, float], records: list[CallRecord], step_ms: float) -> None:
         found = short_figures(records, step_ms)
         if self.log == "layers":
             found = {**figures(records), **found}
@@ -107,10 +164,42 @@ class LRMoECallback(TrainerCallback, ExportableState):
         for reporter in self.reporters:
             reporter.write(state.global_step, logs, layer_histograms([records]))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Nothing more comes for the reporters."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Save the last step; nothing more comes for the reporters."""
+        self._saver.save(state, rest, last=True)
+        if self._ended is not None:
+            self._ended()
+            self._ended = None
         for reporter in self.reporters:
             reporter.close()
+
+
+class _Saver:
+    """Saves each step that is due once, after what the Trainer still does in it: logging, evaluation."""
+
+    def __init__(self, callback: LRMoECallback) -> None:
+        self._callback = callback
+        self._newest = 0
+
+    def begin(self, step: int) -> None:
+        """Training begins after `step` optimizer steps, of which there is a checkpoint or none is needed."""
+        self._newest = step
+
+    def save(self, state: Any, given: dict[str, Any], *, last: bool = False) -> None:
+        """Save the step that is done if it is due, or the last one; every rank calls it."""
+        callback, step = self._callback, state.global_step
+        if callback.checkpoints is None or callback.every is None or callback.handle is None:
+            return
+        if step == self._newest or (step % callback.every and not last):
+            return
+        self._newest = step
+        running = Running(
+            model=given["model"],
+            optimizer=given["optimizer"],
+            schedule=given.get("lr_scheduler"),
+            handle=callback.handle,
+        )
+        running.save(Path(callback.checkpoints), state, keep_last=callback.keep_last)
 
 
 class _StepTimes:

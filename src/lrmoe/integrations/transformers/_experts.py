@@ -72,11 +72,12 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
             f"{type(model).__name__} has no experts module that lrmoe can run: it looks for classes decorated with "
             "transformers' use_experts_implementation (experts kept in nn.ModuleList are not supported)"
         )
-    plain = {_plain(name): module for name, module in found.items()}
+    plain = {plain_name(name): module for name, module in found.items()}
     return plain if len(plain) == len(found) else found
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A name as the model itself has it, also where DDP, FSDP, `torch.compile` or checkpointing wraps it."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return ".".join(parts[1:] if parts[0] == "module" else parts)
 

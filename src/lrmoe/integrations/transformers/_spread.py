@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lrmoe.integrations.transformers._binding import Binding
@@ -38,6 +39,9 @@ class Spread:
 
 def spreads_of(model: nn.Module) -> Iterator[Spread]:
     """All parameters of a model, in the same order on every rank, trained or not."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without backward leaves some modules with whole weights in their place
     cut = _cut_by_hand(model)
     for name, parameter in model.named_parameters():
         groups = _mesh_groups(parameter) if isinstance(parameter, DTensor) else cut.get(id(parameter), ())
