@@ -1,4 +1,4 @@
-"""Is it right and how fast is it on this machine? Ops and layer against a float64 loop, layer times, a replay.
+"""Is it right and how fast is it on this machine? Ops, layer and known faults against a float64 loop, times, a replay.
 
     python benchmarks/gpu_check.py                    # CUDA if there, else tiny shapes on the CPU
     python benchmarks/gpu_check.py --json > out.jsonl
@@ -19,17 +19,19 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from plain import Case, Shape, activation_loop, grouped_loop, kept_pairs, make_case, over_limit, run_plain
+from gpu_cases import check_cases
+from gpu_report import Report, make_layer, run_layer
+from plain import Case, Shape, activation_loop, grouped_loop, kept_pairs, make_case, run_plain
 from torch import Tensor
 
-from lrmoe import LRMoEConfig, MoELayer, ops
+from lrmoe import LRMoEConfig, ops
 from lrmoe.planning.memory import ExpertShape
 from lrmoe.planning.problem import Topology
 from lrmoe.simulate.published import EXPERTS, RANKS
@@ -37,7 +39,6 @@ from lrmoe.simulate.replay import Question, replay
 from lrmoe.simulate.replay_calls import published_call
 from lrmoe.simulate.replay_summary import summarise
 from lrmoe.simulate.scenario import Allowance, Layer
-from lrmoe.telemetry.figures import figure
 
 DROPS = (0.0, 0.3, 0.5)
 REPLAYED = ("megatron", "symi", "ultraep", "lrmoe")
@@ -53,44 +54,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 TINY = Shape(tokens=192, hidden=64, width=48, experts=8, top_k=2, repeats=3)
 CHECK = Shape(tokens=2048, hidden=512, width=384, experts=32, top_k=8, repeats=1)
 REAL = Shape(tokens=16384, hidden=2048, width=768, experts=32, top_k=8, repeats=15)
-
-
-def make_layer(shape: Shape, **fields: Any) -> MoELayer:
-    """A layer on one device that prunes from the first step."""
-    return MoELayer(
-        num_experts=shape.experts,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.width,
-        config=LRMoEConfig(warmup_steps=0, **fields),
-    )
-
-
-def run_layer(layer: MoELayer, case: Case) -> list[Tensor]:
-    """Output and gradients of the layer."""
-    out = layer(case.hidden, case.ids, case.weights, case.gate_up, case.down, training=True)
-    return [out.detach(), *torch.autograd.grad(out, case.leaves(), case.grad)]
-
-
-class Report:
-    """Figures as they come, and which checks failed."""
-
-    def __init__(self, *, seed: int, device: torch.device) -> None:
-        self.figures: list[dict[str, Any]] = []
-        self.failed: list[str] = []
-        self._context = {"seed": seed, "device": device.type}
-
-    def add(self, name: str, value: float, unit: str) -> None:
-        """One figure; all of this script's are better when lower."""
-        self.figures.append(figure(f"gpu_check.{name}", value, unit, "lower", **self._context))
-
-    def check(
-        self, name: str, actual: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Tensor]
-    ) -> None:
-        """Largest error over the allowed one, over all tensors given."""
-        worst = max(over_limit(*triple) for triple in zip(actual, exact, plain, strict=True))
-        self.add(f"{name}.error_over_limit", worst, "ratio")
-        if not worst <= 1:
-            self.failed.append(name)
 
 
 def check_ops(report: Report, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -322,6 +285,7 @@ def main() -> int:
     for dtype in NAMES:
         check_ops(report, CHECK if cuda else TINY, dtype, device, seed)
         check_layer(report, CHECK if cuda else TINY, dtype, device, seed)
+    check_cases(report, device, seed)
     for dtype in NAMES:
         time_layer(report, REAL if cuda else TINY, dtype, device, seed)
     time_replay(report, device, seed)
