@@ -155,6 +155,19 @@ def test_fp16_gradients_stay_finite_where_the_plain_loops_do() -> None:
     assert float(error) <= 4e-3 * float(wanted.d_gate_up.abs().max())
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-4])
+def test_small_fp16_gradients_are_as_precise_as_the_plain_loops(scale: float) -> None:
+    """Their product with a small routing weight is subnormal: it must not be what the weight's gradient is made of."""
+    case = make_case(tokens=64, experts=4, hidden=32, width=16, dtype=torch.float16)
+    weights = torch.full_like(case.weights, 0.01, dtype=torch.float32)
+    case = dataclasses.replace(case, weights=weights, grad_out=case.grad_out * scale)
+    found = run(case, exact()).result
+    truth, plain = plain_loop(case, dtype=torch.float64), plain_loop(case)
+    assert found.d_weights is not None
+    error, limit = ((one.d_weights.double() - truth.d_weights).norm() for one in (found, plain))
+    assert float(error) <= 2 * float(limit) + 1e-3 * float(truth.d_weights.norm())
+
+
 def test_a_default_device_changes_nothing() -> None:
     case = make_case(tokens=8, experts=4)
     wanted = run(case, pruning(max_drop=0.5)).result

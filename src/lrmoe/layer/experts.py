@@ -9,6 +9,7 @@ rows of a source buffer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -31,6 +32,7 @@ from lrmoe.ops import (
 
 BLOCK_ROWS = 1024  # rows per block on CPU: intermediates of common widths stay in the last-level cache
 _FP16_SCALE_FLOOR = 2.0**-10
+_FP16_SMALL = 16.0  # largest entry of a row that no product with weights of common size takes out of fp16
 
 scratch = Workspace(lambda buffer: current().scratch(buffer))
 
@@ -312,12 +314,15 @@ def _prescaled(g_rows: Tensor, scale_M: Tensor) -> tuple[Tensor, Tensor, Tensor 
     """Gradient rows, the scale still to be applied, and the scale already applied (None where there is none).
 
     In fp16 an unscaled gradient row can overflow in its product with the weights where the scaled one, which a plain
-    loop multiplies, cannot. There the scale goes in first, but for a floor that keeps the division by it defined.
+    loop multiplies, cannot. There the scale of large rows goes in first, but for a floor that keeps the division by it
+    defined. Small rows cannot overflow, and scaled down would leave fp16 at its other end.
     """
     if g_rows.dtype != torch.float16:
         return g_rows, scale_M, None
-    tiny = torch.full_like(scale_M, _FP16_SCALE_FLOOR)
+    one, tiny = torch.ones_like(scale_M), torch.full_like(scale_M, _FP16_SCALE_FLOOR)
     early = torch.where(scale_M.abs() < _FP16_SCALE_FLOOR, tiny, scale_M)
+    largest_M = torch.linalg.vector_norm(g_rows, math.inf, dim=1)
+    early = torch.where(largest_M <= _FP16_SMALL, one, early)
     return (g_rows * early.unsqueeze(1)).to(torch.float16), scale_M / early, early
 
 
