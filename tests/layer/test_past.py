@@ -80,5 +80,5 @@ def test_of_another_policy_nothing_is_taken(caplog: pytest.LogCaptureFixture) ->
     layer.load_state_dict(stored(called("symi")))
     assert layer.state_dict()["past"] is None
     assert caplog.messages == [
-        "lrmoe: policy='laer' begins anew: past counts and placements are of policy 'symi'"
+        "lrmoe: policy='laer' begins anew: past counts and placements are those of policy 'symi'"
     ]

@@ -165,9 +165,9 @@ def test_what_other_ranks_cannot_use_is_said_once(
 ) -> None:
     eplb, local = policy_configs(tmp_path)["eplb"], pruned_configs(tmp_path)["of own pairs"]
     told = {
-        "eplb": "policy='eplb' begins anew: past counts and placements are of 2 ranks, not of 1",
+        "eplb": "policy='eplb' begins anew: past counts and placements are those of another number of ranks: 2, not 1",
         "of own pairs": "scores of past calls begin anew: with selection='local' every rank knew those of its own "
-        "pairs only, and there were 2 ranks",
+        "pairs only, and the number of ranks was 2",
     }
     for config in (eplb, local):
         pool2.run(save_some, config)
@@ -189,6 +189,6 @@ def test_another_policy_begins_anew_and_says_so(tmp_path: Path, caplog: pytest.L
     other, _ = trainer_of(config.replace(lrmoe={"policy": "laer"}), None)
     other.resume()
     assert caplog.messages == [
-        "lrmoe: policy='laer' begins anew: past counts and placements are of policy 'symi'"
+        "lrmoe: policy='laer' begins anew: past counts and placements are those of policy 'symi'"
     ]
     assert all(layer.state_dict()["past"] is None for layer in other.handle.layers.values())

@@ -176,45 +176,6 @@ def test_evaluation_equals_that_of_owned_storage(pool2: Pool, tmp_path: Path) ->
     assert sharded == pytest.approx(owned, rel=1e-5)
 
 
-def save_after(config: TrainConfig, steps: int, ranks: int) -> dict[str, Any]:
-    """Save after `steps`, and the state one step later."""
-    trainer = Trainer(config, group_of(ranks), model=float64_model(config, group_of(ranks)))
-    for _ in range(steps):
-        trainer.step()
-    trainer.save()
-    trainer.step()
-    return state_of(trainer)
-
-
-def resume_and_step(config: TrainConfig, ranks: int) -> dict[str, Any]:
-    trainer = Trainer(config, group_of(ranks), model=float64_model(config, group_of(ranks)))
-    assert trainer.resume() == 2
-    trainer.step()
-    return state_of(trainer)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("before", "after"), [("sharded", "owned"), ("owned", "sharded"), ("sharded", "sharded")]
-)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_checkpoints_fit_any_storage_and_number_of_ranks(
-    pool2: Pool, pool4: Pool, tmp_path: Path, before: str, after: str, ranks: int
-) -> None:
-    saving = odd_config(tmp_path, 2, storage=before)
-    through = whole_state(pool2.run(save_after, saving, 2, 2, limit_s=LIMIT_S))
-    loading = odd_config(tmp_path, ranks, storage=after)
-    pools = {2: pool2, 4: pool4}
-    if ranks == 1:
-        found = whole_state([resume_and_step(loading, 1)])
-    else:
-        found = whole_state(pools[ranks].run(resume_and_step, loading, ranks, limit_s=LIMIT_S))
-    for name in through:
-        torch.testing.assert_close(found[name], through[name], rtol=1e-10, atol=1e-13, msg=name)
-    if before == after and ranks == 2:
-        assert all(torch.equal(found[name], through[name]) for name in through)
-
-
 def test_experts_of_another_kind_are_refused() -> None:
     config = ModelConfig(overrides=SHAPE)
     owned, sharded = (

@@ -169,7 +169,7 @@ class Learned:
         if own.get("score_sums") and not (self._own and own.get("ranks") == self.ranks):
             return (
                 "scores of past calls begin anew: with selection='local' every rank knew those of its own pairs only, "
-                f"and there were {own.get('ranks')} ranks"
+                f"and the number of ranks was {own.get('ranks')}"
             )
         if self._own and state.get("score_sums"):
             return "scores of past calls begin anew: they were kept by expert, and selection='local' keeps them by rank"

@@ -55,11 +55,11 @@ class PastCalls:
         """
         if not self._needed or not isinstance(state, Mapping):
             return ""
-        told = f"policy={self._policy!r} begins anew: past counts and placements are"
+        told = f"policy={self._policy!r} begins anew: past counts and placements are those"
         if state.get("policy") != self._policy:
             return f"{told} of policy {state.get('policy')!r}"
         if state.get("ranks") != topology.ranks:
-            return f"{told} of {state.get('ranks')} ranks, not of {topology.ranks}"
+            return f"{told} of another number of ranks: {state.get('ranks')}, not {topology.ranks}"
         return ""
 
     def checked(self, state: Any, topology: Topology) -> History:
