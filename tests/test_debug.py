@@ -323,6 +323,8 @@ def test_a_digest_changes_with_any_bit_and_with_the_order(dtype: torch.dtype) ->
     assert digests(changed, [2, 4])[1] != second
     assert digests(rows[[1, 0, 2, 3, 4, 5]], [2, 4])[0] != first
     assert digests(rows, [0, 6])[0] == 0
+    many = torch.arange(5000).to(dtype).view(2500, 2)  # several blocks
+    assert digests(many, [2500]) != digests(many.flip(0), [2500])
 
 
 def test_a_frozen_part_is_no_fault() -> None:

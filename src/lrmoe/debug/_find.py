@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lrmoe.debug._poison import poisoned
 
+_BLOCK = 1024  # rows
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -61,9 +62,9 @@ def digests(rows: Tensor, counts_R: Sequence[int]) -> list[int]:
         return [0] * len(counts_R)
     bits = rows.detach().reshape(rows.shape[0], -1).contiguous().view(_INTEGERS[rows.element_size()])
     place = torch.arange(1, bits.shape[1] + 1, device=bits.device)
-    sum_N = (bits.long() * place).sum(dim=1)
-    stretches = sum_N.split(list(counts_R))
+    # A block at a time: widened, the whole would be several times the rows.
+    sum_N = torch.cat([(block.long() * place).sum(dim=1) for block in bits.split(_BLOCK)])
     return [
-        int((part * torch.arange(1, part.shape[0] + 1, device=part.device)).sum()) if part.numel() else 0
-        for part in stretches
+        int((part * torch.arange(1, part.shape[0] + 1, device=part.device)).sum())
+        for part in sum_N.split(list(counts_R))
     ]
