@@ -146,8 +146,8 @@ def test_another_corpus_or_model_is_refused(tmp_path: Path) -> None:
 
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "routing": (
-        {"num_experts_per_tok": 1},
-        r"model\.num_experts_per_tok is 2 in the checkpoint and 1 in this run",
+        {"num_experts_per_tok": 3},
+        r"model\.num_experts_per_tok is 2 in the checkpoint and 3 in this run",
     ),
     "weights of a pair": ({"norm_topk_prob": False}, r"model\.norm_topk_prob is True .* and False"),
     "width": ({"moe_intermediate_size": 24}, r"model\.moe_intermediate_size is 16 .* and 24"),
