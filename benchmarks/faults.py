@@ -13,7 +13,7 @@ faults.orphans (processes that outlived the command), faults.wrong_exits (SIGTER
 with it), faults.differing_tensors (of the last checkpoint: weights and optimizer, bit for bit) and faults.wrong_lines
 (of metrics.jsonl: a step missing, twice, or out of order). Targets: 0 of each but kills.
 
-Expected duration on 2 cores: 4 to 8 minutes for 10 kills, 40 to 80 for 100.
+Expected duration on 2 cores: 3 to 8 minutes for 10 kills, 25 to 80 for 100.
 """
 
 from __future__ import annotations
