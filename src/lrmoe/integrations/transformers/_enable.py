@@ -21,7 +21,7 @@ from lrmoe.integrations.transformers._binding import (
     make_binding,
 )
 from lrmoe.integrations.transformers._compat import ALL_EXPERTS_FUNCTIONS, EPImplementationInterface
-from lrmoe.integrations.transformers._experts import find_experts, read_spec
+from lrmoe.integrations.transformers._experts import find_experts, inner_experts, read_spec, refuse_adapters
 from lrmoe.integrations.transformers._handle import Handle
 from lrmoe.integrations.transformers._padding import PaddingHooks, hosts_of
 from lrmoe.integrations.transformers._summary import SummedTelemetry
@@ -64,7 +64,7 @@ def enable(
 
     Raises:
         UnsupportedError: an experts module has a flag, parameter or activation that lrmoe does not execute, or there
-            is none. Nothing has been changed then.
+            is none; or adapters are around experts that are spread over ranks. Nothing has been changed then.
         ConfigError: `config` is not an LRMoEConfig; the model is enabled already; or `group` is not the one its
             experts are spread over.
 
@@ -78,6 +78,7 @@ def enable(
             "lrmoe.LRMoEConfig.from_dict({...}) where the fields are in a dict"
         )
     modules = find_experts(model)
+    refuse_adapters(model)
     bindings = {name: _checked(module, name, group) for name, module in modules.items()}
     for name, binding in bindings.items():
         _check_storage(config, binding, name)
@@ -96,8 +97,15 @@ def enable(
     )
     for name, binding in bindings.items():
         undo.append(_switch(modules[name], binding, layers[name], handle))
-    _announce(describe(config, len(layers), 1 if spread is None else spread.size()))
+    frozen = "" if _any_trained(model) else "; no expert weight is trained"
+    _announce(describe(config, len(layers), 1 if spread is None else spread.size()) + frozen)
     return handle
+
+
+def _any_trained(model: nn.Module) -> bool:
+    """Whether a weight of the experts, or an adapter of theirs, is trained."""
+    found = (module for module in model.modules() if inner_experts(module) is not None)
+    return any(parameter.requires_grad for module in found for parameter in module.parameters())
 
 
 def _checked(module: nn.Module, name: str, group: ProcessGroup | None) -> Binding:

@@ -58,6 +58,27 @@ def inner_experts(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def refuse_adapters(model: nn.Module, *, spread: bool = False) -> None:
+    """Refuse adapters around experts whose rows are, or are to be, spread over ranks: they are as wide as all experts.
+
+    Args:
+        spread: whether all experts are to be spread.
+
+    Raises:
+        UnsupportedError: names the experts.
+    """
+    for name, module in model.named_modules():
+        experts = inner_experts(module)
+        if experts is None or experts is module:
+            continue
+        if spread or any(expert_mesh_size(weight) > 1 for weight in experts.parameters()):
+            raise UnsupportedError(
+                f"{plain_name(name)}: adapters on experts that are spread over ranks are not supported; adapt other "
+                "layers, train the experts themselves, use data parallelism, or call shard_experts before the adapters "
+                "are added"
+            )
+
+
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Experts modules by name, in module order; a module used in two places appears once, under its first name.
 

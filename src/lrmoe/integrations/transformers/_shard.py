@@ -18,7 +18,13 @@ from torch.distributed import ProcessGroup
 from lrmoe.errors import ConfigError
 from lrmoe.integrations.transformers._binding import Binding, dispatch_here, make_binding
 from lrmoe.integrations.transformers._enable import register
-from lrmoe.integrations.transformers._experts import PROJECTIONS, find_experts, inner_experts, read_spec
+from lrmoe.integrations.transformers._experts import (
+    PROJECTIONS,
+    find_experts,
+    inner_experts,
+    read_spec,
+    refuse_adapters,
+)
 
 
 def shard_experts(model: nn.Module, group: ProcessGroup) -> None:
@@ -29,10 +35,12 @@ def shard_experts(model: nn.Module, group: ProcessGroup) -> None:
     model, on every rank.
 
     Raises:
-        UnsupportedError: an experts module that lrmoe does not execute. Nothing has been changed then.
+        UnsupportedError: an experts module that lrmoe does not execute, or that an adapter is around. Nothing has been
+            changed then.
         ConfigError: the number of experts is not a multiple of the group's size.
     """
     modules = find_experts(model)
+    refuse_adapters(model, spread=True)
     ranks, rank = group.size(), dist.get_rank(group)
     for name, module in modules.items():
         experts = make_binding(module, name).spec.local_experts
