@@ -81,10 +81,16 @@ def test_a_tokenizer_in_the_folder_is_the_run_s(exported: Path, tmp_path: Path) 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "line": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(folder / "tokenizer.json"))
-    import_run(folder, tmp_path / "run", overrides=places(tmp_path))
+    import_run(folder, tmp_path / "before", overrides=places(tmp_path))
+    given = resumed(tmp_path / "before").data.tokenizer
+    assert given == str(tmp_path / "before" / "model" / "tokenizer.json")
+    (tmp_path / "before").rename(tmp_path / "run")
     settings = resumed(tmp_path / "run")
+    assert settings.model.config == str(tmp_path / "run" / "model"), "a run may be moved"
     assert settings.data.tokenizer == str(tmp_path / "run" / "model" / "tokenizer.json")
-    assert Trainer(settings).resume() == 0
+    trainer = Trainer(settings)
+    assert trainer.resume() == 0
+    trainer.save()
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 

@@ -13,6 +13,7 @@ from lrmoe.training.config import TrainConfig
 from lrmoe.training.kinds import check_kind
 
 CONFIG = "config.toml"
+MODEL = "model"  # folder of an imported run: the model's configuration, and the tokenizer
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 RESULTS = (METRICS, SUMMARY, "trace.parquet", "report.html", "wandb.id")

@@ -22,12 +22,10 @@ from lrmoe.checkpoint.hf.tokenizer import TOKENIZER, copy_tokenizer
 from lrmoe.errors import ConfigError
 from lrmoe.training.config import TrainConfig, read_tables
 from lrmoe.training.data import Corpus
-from lrmoe.training.folder import CONFIG
+from lrmoe.training.folder import CONFIG, MODEL
 from lrmoe.training.loop import Trainer
 from lrmoe.training.model import meta_model
 from lrmoe.training.state import trainer_state
-
-MODEL = "model"  # folder in a run's
 
 
 def import_run(

@@ -9,7 +9,7 @@ from typing import Any
 from lrmoe.checkpoint import Manifest, find_steps, folder_of
 from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.training.config import LoopConfig, TrainConfig, read_tables, read_toml
-from lrmoe.training.folder import CONFIG, SUMMARY
+from lrmoe.training.folder import CONFIG, MODEL, SUMMARY
 
 SOURCES = ("preset", "config", "checkpoint")  # of a model
 
@@ -104,7 +104,19 @@ def _stored(folder: Path, loop: LoopConfig) -> TrainConfig:
     values = read_toml(path)
     if "compare" in values:
         raise ConfigError(f"--resume: {folder} holds a comparison, which keeps no checkpoints to go on from")
-    return TrainConfig.from_dict(values)
+    return TrainConfig.from_dict(_here(values, folder))
+
+
+def _here(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Paths of an imported run's own model and tokenizer, where the folder is now."""
+    model, data = (dict(values.get(name, {})) for name in ("model", "data"))
+    own, then = folder / MODEL, model.get("config")
+    if then is None or not own.is_dir():
+        return values
+    tokenizer = Path(data.get("tokenizer", ""))
+    if tokenizer.parent == Path(then):
+        data["tokenizer"] = str(own / tokenizer.name)
+    return {**values, "model": {**model, "config": str(own)}, "data": data}
 
 
 def _merged(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
