@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,22 @@ def test_a_run_leaves_what_it_leaves_without(tmp_path: Path) -> None:
     ]
     assert [p.read_bytes() for p in files[0]] == [p.read_bytes() for p in files[1]]
     assert train(other.replace(train={"steps": 6}), ALONE, resume=True, show_progress=False)["steps"] == 6
+
+
+def test_a_run_that_is_asked_to_stop_waits_for_its_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, train={**ASYNC, "steps": 4, "checkpoint_every": 3, "trace": False})
+
+    def slow(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        time.sleep(0.2)
+        save_file(tensors, path)
+
+    monkeypatch.setattr(SAVING, "save_file", slow)
+    summary = train(config, ALONE, show_progress=False, stop_asked=lambda: True)
+    assert (summary["steps"], summary["finished"]) == (1, False)
+    assert [Path(path).name for path in summary["checkpoints"]] == ["step-00000001"]
+    assert Trainer(config).resume() == 1
 
 
 def test_a_full_disk_ends_the_step_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
