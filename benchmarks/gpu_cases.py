@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from gpu_report import Report, make_layer, run_layer
@@ -147,7 +148,7 @@ def _same_choice_when_scaled(report: Report, device: torch.device, seed: int) ->
 def repeated_runs(report: Report, device: torch.device, seed: int) -> None:
     """U12: the same bits in every run, in torch's deterministic mode, which refuses nothing."""
     case = make_case(SHAPE, torch.bfloat16, device, seed)
-    modes = {
+    modes: dict[str, dict[str, Any]] = {
         "exact": {"max_drop": 0.0},
         "sampled": {"max_drop": 0.5},
         "topk": {"max_drop": 0.5, "estimator": "topk"},
