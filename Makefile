@@ -69,7 +69,7 @@ figures: demo  ## run the demo and the layer benchmark, and put their figures in
 	@$(BIN)/python benchmarks/layer.py --json > runs/layer.jsonl
 	@$(BIN)/python tools/fill_figures.py runs/demo/summary.json runs/layer.jsonl
 
-bench: $(STAMP)  ## layer, ops, planning, wire, budget, stash, bias and fidelity benchmarks, as JSON lines
+bench: $(STAMP)  ## layer, ops, planning, wire, budget, stash, bias, fidelity and fuzz benchmarks, as JSON lines
 	@$(BIN)/python benchmarks/layer.py --json
 	@$(BIN)/python benchmarks/ops.py --json
 	@$(BIN)/python benchmarks/planning.py --json
@@ -78,6 +78,7 @@ bench: $(STAMP)  ## layer, ops, planning, wire, budget, stash, bias and fidelity
 	@$(BIN)/python benchmarks/stash.py --json
 	@$(BIN)/python benchmarks/unbiased.py --json
 	@$(BIN)/python benchmarks/fidelity.py --json
+	@$(BIN)/python benchmarks/fuzz.py --json
 
 clean:  ## remove .venv and caches
 	rm -rf "$(VENV)" .ruff_cache .mypy_cache .pytest_cache .hypothesis
