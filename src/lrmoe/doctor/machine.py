@@ -128,12 +128,12 @@ def devices() -> Iterator[Finding]:
 
 
 def _threads() -> Finding:
-    said = ", ".join(
-        f"{n}={os.environ[n]}" for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if n in os.environ
-    )
-    text = (
-        f"{torch.get_num_threads()} in this process ({said or 'no limit set'}); ranks of --ep have one each"
-    )
+    limits = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS"),
+    }
+    said = ", ".join(f"{name}={value}" for name, value in limits.items() if value) or "no limit set"
+    text = f"{torch.get_num_threads()} in this process ({said}); ranks of --ep have one each"
     return Finding(area="device", name="threads", state="info", text=text)
 
 
