@@ -94,7 +94,9 @@ class HeaderTable:
     def _calls(self) -> str:
         """Where every rank is."""
         rows = zip(*(self._columns[name].tolist() for name in PLACE), strict=True)
-        where = [f"rank {r} makes {call_name(*call)} of layer {layer}" for r, (layer, *call) in enumerate(rows)]
+        where = [
+            f"rank {r} makes {call_name(*call)} of layer {layer}" for r, (layer, *call) in enumerate(rows)
+        ]
         return f"{', '.join(where)}: every rank must make the same calls, in evaluation and generation too"
 
 
