@@ -14,6 +14,7 @@ LIMIT_S = 120
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_every_layout_goes_on_where_the_unbroken_run_goes(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
     through: dict[tuple[int, str], list[Went]] = {}
     alone = save_in(tmp_path, 1, STORAGES)

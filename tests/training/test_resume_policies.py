@@ -39,6 +39,7 @@ PRUNED: dict[str, dict[str, Any]] = {
     "chosen in forward": {"select_in": "forward", "score": "alpha"},
 }
 BEFORE, AFTER = 3, 2  # steps
+LIMIT_S = 200  # a few seconds, on machines that do little else
 
 
 class Recorded:
@@ -114,13 +115,15 @@ def pruned_configs(folder: Path) -> dict[str, TrainConfig]:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_every_policy_on_two_ranks(pool2: Pool, tmp_path: Path) -> None:
-    assert pool2.run(all_of, policy_configs(tmp_path), 2, limit_s=100) == [{}, {}]
+    assert pool2.run(all_of, policy_configs(tmp_path), 2, limit_s=LIMIT_S) == [{}, {}]
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_what_pruning_has_learned_on_two_ranks(pool2: Pool, tmp_path: Path) -> None:
-    assert pool2.run(all_of, pruned_configs(tmp_path), 2, limit_s=100) == [{}, {}]
+    assert pool2.run(all_of, pruned_configs(tmp_path), 2, limit_s=LIMIT_S) == [{}, {}]
 
 
 def test_what_pruning_has_learned_alone(tmp_path: Path) -> None:
