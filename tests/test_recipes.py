@@ -20,7 +20,8 @@ from lrmoe.integrations import transformers as lrmoe_hf
 from tests.integrations.models import make_model
 from tests.integrations.test_trainer import Tokens, arguments
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -86,18 +87,23 @@ def test_trl(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "lrmoe after 3 optimizer steps" in capsys.readouterr().out
 
 
-def test_the_lines_of_the_expert_parallel_recipe_are_those_of_the_example() -> None:
-    """tests/test_examples.py runs it on two processes."""
-    example = (Path(__file__).resolve().parents[1] / "examples" / "ep_torchrun.py").read_text(
-        encoding="utf-8"
-    )
-    lines = block("Expert parallel, one node", "python").splitlines()
-    calls = [call for line in lines for call in re.findall(r"[\w.]+(?=\()", line)]
-    assert len(calls) >= 8
-    for call in calls:
-        assert f"{call}(" in example, call
-    assert 'DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="lrmoe")' in "\n".join(lines)
-    assert 'DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="lrmoe")' in example
+@pytest.mark.parametrize(
+    ("section", "files"),
+    [
+        ("Expert parallel, one node", ["examples/ep_torchrun.py"]),
+        ("Trainer, expert parallel", ["tests/integrations/test_resume.py", "tests/integrations/ranks.py"]),
+    ],
+)
+def test_the_calls_of_an_expert_parallel_recipe_are_those_of_what_runs_it(
+    section: str, files: list[str]
+) -> None:
+    """On two processes, in tests/test_examples.py and tests/integrations/test_resume.py."""
+    runs = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+    code = block(section, "python")
+    calls = set(re.findall(r"[\w.]+(?=\()", re.sub(r"#.*", "", code))) - {"lrmoe.LRMoEConfig"}
+    assert len(calls) >= 7
+    assert sorted(call for call in calls if f"{call}(" not in runs) == []
+    assert 'ep_implementation="lrmoe"' in code
 
 
 @pytest.mark.parametrize(
