@@ -13,13 +13,18 @@ Shapes: T tokens, H hidden, K experts per token.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import UnsupportedError
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "lrmoe"
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 EXACT = LRMoEConfig(max_drop=0, warmup_steps=0)
 # Makes the call of a layer: watch(layer, hidden_TH, ids_TK, weights_TK, gate_up, down, training=...) -> (T, H)
 Watch = Callable[..., torch.Tensor]
@@ -95,9 +101,23 @@ class Binding:
         # Read at every call: under FSDP, expert parallelism and adapters they are other tensors each time.
         up_EGH, down_EHI = (getattr(module, projection) for projection in PROJECTIONS)
         tensors = (hidden_TH, ids_TK, weights_TK, up_EGH, down_EHI)
-        if self.watch is not None and self.layer is not None:
-            return self.watch(layer, *tensors, training=module.training)
-        return layer(*tensors, training=module.training)
+        call = (
+            functools.partial(self.watch, layer)
+            if self.watch is not None and self.layer is not None
+            else layer
+        )
+        with _unseen_by_selective_checkpointing():
+            return call(*tensors, training=module.training)
+
+
+def _unseen_by_selective_checkpointing() -> AbstractContextManager[object]:
+    """Keep selective checkpointing from looking at single operations of a layer's call.
+
+    It replays a forward operation by operation, and the layer's recompute is not one: it takes routing and plan from
+    the first forward. So the layer is recomputed as a whole, whatever the policy says of the operations in it.
+    """
+    selective = any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return _disable_current_modes() if selective else contextlib.nullcontext()
 
 
 def make_binding(module: nn.Module, name: str) -> Binding:
