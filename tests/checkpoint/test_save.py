@@ -121,6 +121,17 @@ def test_a_rename_that_fails_puts_the_replaced_one_back(
     assert open_latest(tmp_path).state["step"] == 1
 
 
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_run_killed_between_two_renames_loses_nothing(tmp_path: Path, saving: bool) -> None:
+    save(tmp_path, 1, content(1)).rename(tmp_path / ".replaced-step-00000001")
+    if saving:
+        save(tmp_path, 2, content(2))
+        assert find_steps(tmp_path) == [1, 2]
+    else:
+        assert open_latest(tmp_path).state["step"] == 1
+    assert open_checkpoint(tmp_path / "step-00000001").state["step"] == 1
+
+
 def save_on_each(root: str) -> list[str]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     folder = save(Path(root), 3, content(3, rank, world_size), group=dist.group.WORLD)

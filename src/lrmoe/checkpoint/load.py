@@ -20,6 +20,7 @@ from lrmoe.checkpoint.manifest import STATE, Manifest, folder_of, read_json, ver
 from lrmoe.errors import CheckpointError
 
 log = logging.getLogger(__name__)
+REPLACED = ".replaced-"  # before the name of a checkpoint while another takes its place
 
 
 def find_steps(root: Path) -> list[int]:
@@ -36,6 +37,28 @@ def find_steps(root: Path) -> list[int]:
         raise CheckpointError(f"{root}: cannot be read: {error}") from error
     steps = [(path, int(match.group(1))) for path, match in found if match]
     return sorted(step for path, step in steps if path == folder_of(root, step))
+
+
+def put_back(root: Path) -> None:
+    """Give a checkpoint its name again that was written anew when the run was killed between two renames.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
+    for replaced in root.glob(f"{REPLACED}step-*"):
+        final = replaced.with_name(replaced.name.removeprefix(REPLACED))
+        if not final.exists():
+            try:
+                replaced.rename(final)
+            except OSError as error:
+                raise CheckpointError(f"{replaced}: cannot be renamed: {error}") from error
+            log.warning("%s: a run was killed while it was written anew; what it held before is back", final)
+
+
+def _steps(root: Path, rank: int) -> list[int]:
+    if rank == 0:
+        put_back(root)
+    return find_steps(root)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +163,7 @@ def open_latest(
     Raises:
         CheckpointError: there is none, or none that is whole; the same error on every rank.
     """
-    steps = gathered(group, lambda: find_steps(root))[0]
+    steps = gathered(group, lambda: _steps(root, rank_of(group)))[0]
     errors = []
     for step in reversed(steps):
         try:

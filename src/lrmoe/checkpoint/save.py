@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lrmoe.checkpoint.agree import gathered, rank_of, size_of
-from lrmoe.checkpoint.load import find_steps
+from lrmoe.checkpoint.load import REPLACED, find_steps, put_back
 from lrmoe.checkpoint.manifest import (
     DENSE,
     STATE,
@@ -32,7 +32,7 @@ from lrmoe.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-UNFINISHED = ".partial-*", ".replaced-*", ".removed-*"  # a run that is killed may leave them
+UNFINISHED = ".partial-*", f"{REPLACED}*", ".removed-*"  # a run that is killed may leave them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +166,7 @@ def save(
 
 
 def _prepare(root: Path, step: int) -> Path:
+    put_back(root)
     for pattern in UNFINISHED:
         for left in root.glob(pattern):
             shutil.rmtree(left, ignore_errors=True)
@@ -216,7 +217,7 @@ def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
         )
     manifest.write(partial)
     sync(partial)
-    replaced = final.with_name(f".replaced-{final.name}")
+    replaced = final.with_name(f"{REPLACED}{final.name}")
     if final.exists():  # the same step, written again after going back to an earlier one
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
