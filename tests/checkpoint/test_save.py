@@ -124,6 +124,7 @@ def test_a_rename_that_fails_puts_the_replaced_one_back(
 @pytest.mark.parametrize("saving", [False, True])
 def test_a_run_killed_between_two_renames_loses_nothing(tmp_path: Path, saving: bool) -> None:
     save(tmp_path, 1, content(1)).rename(tmp_path / ".replaced-step-00000001")
+    assert find_steps(tmp_path) == [1], "who asks whether there is something to resume must see it"
     if saving:
         save(tmp_path, 2, content(2))
         assert find_steps(tmp_path) == [1, 2]

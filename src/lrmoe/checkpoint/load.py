@@ -26,17 +26,20 @@ REPLACED = ".replaced-"  # before the name of a checkpoint while another takes i
 def find_steps(root: Path) -> list[int]:
     """Steps that have a checkpoint folder below `root`, in rising order; complete or not.
 
+    One that is just being replaced, or was when its run was killed, counts; `put_back` gives it its name again.
+
     Raises:
         CheckpointError: `root` cannot be listed.
     """
     if not root.is_dir():
         return []
     try:
-        found = [(path, re.fullmatch(r"step-([0-9]{8,})", path.name)) for path in root.iterdir()]
+        names = {path.name.removeprefix(REPLACED) for path in root.iterdir()}
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read: {error}") from error
-    steps = [(path, int(match.group(1))) for path, match in found if match]
-    return sorted(step for path, step in steps if path == folder_of(root, step))
+    found = [(name, re.fullmatch(r"step-([0-9]{8,})", name)) for name in names]
+    steps = [(name, int(match.group(1))) for name, match in found if match]
+    return sorted(step for name, step in steps if name == folder_of(root, step).name)
 
 
 def put_back(root: Path) -> None:
