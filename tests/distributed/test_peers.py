@@ -127,11 +127,13 @@ def test_every_exchange_ends_when_a_rank_hangs(pool: Pool, name: str) -> None:
 
 
 def first_reason() -> str:
-    """Worker: rank 1 tells of what it was told, of its own error, and of what follows from that."""
+    """Worker: rank 1 tells of an error that its group outlives, of what it was told, and of two of its own."""
     if dist.get_rank() == 1:
-        for error in (RankError("rank 0 failed"), SystemExit(0), ConfigError("first"), OSError("second")):
-            with contextlib.suppress(BaseException), peers.telling():
-                raise error
+        with contextlib.suppress(ValueError), peers.telling():
+            raise ValueError("long ago")
+        with peers.telling():
+            for error in (RankError("rank 0 failed"), SystemExit(0), ConfigError("first"), OSError("second")):
+                peers.tell(error)
     dist.barrier()
     try:
         with peers.waiting("this"):

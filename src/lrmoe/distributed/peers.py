@@ -50,7 +50,12 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Tell the other ranks of what is raised inside, for those that will wait for this one in vain."""
+    """Tell the other ranks of what is raised inside, for those that will wait for this one in vain.
+
+    What this rank told before is forgotten: the group has outlived it.
+    """
+    if not _alone():
+        _within(STORE_S, lambda: _store().delete_key(_key(dist.get_rank())))
     try:
         yield
     except BaseException as error:
