@@ -53,7 +53,9 @@ def agree_on_overflow(
     if not scaler.is_enabled():
         return False
     flags = _flags(scaler, optimizer)
-    found = torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+    # Where the scale is, and with it the ranks' communication: gradients may be offloaded.
+    home = scaler._scale.device if scaler._scale is not None else flags[0].device
+    found = torch.stack([flag.to(home) for flag in flags]).amax()
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     for flag in flags:
