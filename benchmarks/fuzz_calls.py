@@ -36,6 +36,8 @@ PASSES = ("plain", "reentrant", "non-reentrant", "retained", "evaluation", "no_g
 # Which ids the router gives beside those of experts that exist, each to about a tenth of the pairs.
 STRANGE_IDS = {"none": 0, "-1": -1, "E": None, "far": 2**40, "far below": -(2**63)}
 FILLS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "zero": 0.0}
+# Budgets of a call's own size: its weights and gradients, and so much of what its rows take where all are kept.
+ROWS = {"rows * 0.2": 0.2, "rows * 0.3": 0.3, "rows * 0.45": 0.45, "rows * 0.6": 0.6, "rows * 0.8": 0.8}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
@@ -93,8 +95,20 @@ class FuzzCall:
 
     @property
     def settings(self) -> LRMoEConfig:
-        """The configuration; ConfigError where a drawn fault is in it."""
-        return LRMoEConfig(**dict(self.config))
+        """The configuration, with budgets in bytes."""
+        fields = dict(self.config)
+        for name in ("layer_budget", "memory_budget"):
+            if fields.get(name) in ROWS:
+                fields[name] = self._bytes(ROWS[fields[name]])
+        return LRMoEConfig(**fields)
+
+    def _bytes(self, share: float) -> int:
+        pairs, size = self.tokens * self.top_k, DTYPES[self.dtypes[2]].itemsize
+        weights = 2 * self.experts * 3 * self.hidden * self.width * size
+        rows = pairs * (
+            (6 * self.hidden + 8 * self.width) * size + 128
+        )  # beside values, a few numbers a pair
+        return int(weights + share * rows) + 64
 
     @property
     def trains(self) -> bool:

@@ -157,7 +157,7 @@ def judge_fault(call: FuzzCall) -> None:
 
 
 def _make(call: FuzzCall, fault: Fault) -> None:
-    fields = dict(call.config)
+    fields = call.settings.to_dict()
     if fault.where == "config":
         fields[fault.of] = fault.change(None)
     arguments: dict[str, Any] = {
