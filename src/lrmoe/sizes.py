@@ -61,7 +61,7 @@ def parse_size(field: str, size: int | str, whole: int | None = None) -> int:
     match = _SIZE.fullmatch(size)
     unit = match.group(2).lower() if match else "?"
     if match is None or (unit == "%" and whole is None) or (unit != "%" and unit not in UNITS):
-        raise ConfigError(f"{field}={size!r}: {_VALID}")
+        raise ConfigError(f"{field}={size!r}: {_VALID if whole is not None else _BYTES}")
     number = Decimal(match.group(1))
     if unit == "%" and number > 100:
         raise ConfigError(f"{field}={size!r}: must be at most 100%")
@@ -72,4 +72,5 @@ def parse_size(field: str, size: int | str, whole: int | None = None) -> int:
 
 
 _VALID = "must be a positive size like '60GiB', '512MiB', '60%' or a number of bytes"
+_BYTES = "must be a positive size like '60GiB', '512MiB' or a number of bytes"
 _RANGE = "must be at least one byte and at most 2^60"
