@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from lrmoe.checkpoint import export_checkpoint, import_checkpoint
+from lrmoe.checkpoint import Checkpoint, export_checkpoint, import_checkpoint, open_checkpoint
+from lrmoe.checkpoint.hf import export as export_module
 from lrmoe.checkpoint.hf import tensors as module
 from lrmoe.checkpoint.hf.names import FAMILIES
 from lrmoe.checkpoint.manifest import describe
@@ -55,6 +57,44 @@ def test_transformers_reads_what_was_trained(tmp_path: Path, family: str, dtype:
         bias = tensors_in(tmp_path / "out")["model.layers.1.mlp.gate.e_score_correction_bias"]
         assert bias.dtype == torch.float32
         assert not torch.equal(bias, bias.bfloat16().float()), "it keeps what bfloat16 cannot hold"
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_a_run_that_goes_on_may_remove_what_is_read(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verified: bool
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    shutil.copytree(run / "checkpoints", root)
+    (root / "step-00000001").rename(tmp_path / "older")
+    real, opened = export_module.open_checkpoint, list[str]()
+
+    def removed_meanwhile(folder: Path) -> Checkpoint:
+        opened.append(folder.name)
+        if len(opened) > 1:
+            return real(folder)
+        found = real(folder) if verified else None
+        shutil.rmtree(folder)
+        (tmp_path / "older").rename(root / "step-00000001")
+        return found or real(folder)
+
+    monkeypatch.setattr(export_module, "open_checkpoint", removed_meanwhile)
+    assert export_checkpoint(tmp_path / "run", tmp_path / "out").step == 1
+    assert opened == ["step-00000002", "step-00000001"]
+
+
+def test_a_step_that_is_removed_while_it_is_read_is_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+
+    def removed(folder: Path) -> Checkpoint:
+        shutil.rmtree(folder)
+        return open_checkpoint(folder)
+
+    monkeypatch.setattr(export_module, "open_checkpoint", removed)
+    with pytest.raises(CheckpointError, match="step-00000001: was removed while it was read"):
+        export_checkpoint(tmp_path, tmp_path / "out", step=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_names_files_and_metadata(run: Path, tmp_path: Path) -> None:

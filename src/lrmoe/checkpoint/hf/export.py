@@ -29,6 +29,7 @@ from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.sizes import parse_size
 
 log = logging.getLogger(__name__)
+TRIES = 5  # where the run goes on and removes the checkpoint that is read
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -83,7 +84,25 @@ def export_checkpoint(
     _check_arguments(layout, dtype)
     limit = parse_size("max_shard_size", max_shard_size)
     refuse_existing(out, overwrite=overwrite)
-    checkpoint = _newest_verified(source, step)
+    for left in reversed(range(TRIES)):
+        folders = reading = steps_below(source, step)
+        try:
+            checkpoint = _newest_verified(folders)
+            reading = [checkpoint.folder]
+            return _export(checkpoint, out, layout, dtype, limit)
+        except CheckpointError as error:
+            removed = [folder for folder in reading if not folder.exists()]
+            if not removed:
+                raise
+            if not left or step is not None or source in folders:
+                raise CheckpointError(
+                    f"{removed[0]}: was removed while it was read, as by a run that goes on: train.keep_last says how "
+                    "many it keeps"
+                ) from error
+    raise AssertionError("unreachable")
+
+
+def _export(checkpoint: Checkpoint, out: Path, layout: str, dtype: str | None, limit: int) -> Exported:
     where = str(checkpoint.folder / STATE)
     config = config_of(own_fields(checkpoint.folder), where)
     outline = outline_of(config)
@@ -164,14 +183,15 @@ def replacing(out: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _newest_verified(path: Path, step: int | None) -> Checkpoint:
-    """The newest checkpoint that verifies; older ones are tried only where no step is asked for."""
+def _newest_verified(folders: Sequence[Path]) -> Checkpoint:
+    """The first that verifies; the others are named, but those that a run has removed."""
     errors = []
-    for folder in steps_below(path, step):
+    for folder in folders:
         try:
             return open_checkpoint(folder)
         except CheckpointError as error:
-            log.warning("%s is not usable: %s", folder, error)
+            if folder.exists():
+                log.warning("%s is not usable: %s", folder, error)
             errors.append(error)
     raise errors[0]
 
