@@ -123,6 +123,7 @@ def train(
     - checkpoints/: with train.checkpoint_every
     - tensorboard/: where tensorboard is installed
     - report.html: after lrmoe report runs/<name>
+    - .lock: empty; keeps a second run out while one is at work
 
     With train.checkpoint_every, SIGTERM to any rank, or to the command itself, ends the run on all ranks after the step
     that they are in, with a checkpoint and exit code 0; a second one, two seconds later or more, ends it at once.

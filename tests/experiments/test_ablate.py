@@ -15,10 +15,10 @@ from lrmoe.errors import ConfigError
 from lrmoe.experiments.ablate import command as ablate_command
 from lrmoe.experiments.ablate.rows import between, cell_values, figures_of, rows_of
 from lrmoe.experiments.ablate.rules import PRESETS, Ablation, Cell, Part, Rule, rules_of
-from lrmoe.experiments.locks import locked
 from lrmoe.experiments.trajectories.trajectory import Trajectory
 from lrmoe.report import ablate as report
 from lrmoe.report.data import Run
+from lrmoe.training.locks import locked
 
 GRID: dict[str, Any] = {
     "scores": ["lrm"],

@@ -19,10 +19,10 @@ from lrmoe.experiments.compare.command import compare, tables_of
 from lrmoe.experiments.compare.config import Experiment
 from lrmoe.experiments.compare.matrix_folder import make_room
 from lrmoe.experiments.compare.matrix_rows import COLUMNS
-from lrmoe.experiments.locks import locked
 from lrmoe.report.load import load_run
 from lrmoe.report.matrix_figures import figures
 from lrmoe.training.launch import WorkerError
+from lrmoe.training.locks import locked
 from tests.experiments.test_compare import read, tiny
 
 TARGETS = [5.45, 5.0]

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import types
+from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lrmoe.errors import CheckpointError, ConfigError, MissingExtraError
 from lrmoe.report.load import load_run
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.figures import figures
+from lrmoe.training.folder import hold
 from lrmoe.training.observed import observed_table
 from lrmoe.training.process import Process
 from lrmoe.training.resume import resumed_config
@@ -54,6 +56,21 @@ def test_a_resumed_run_sums_over_all_its_steps(tmp_path: Path) -> None:
 def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, train={"steps": 2, "checkpoint_every": 2})
     assert run(config, resume=False) == run(config, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path, resume: bool) -> None:
+    config = tiny_config(tmp_path, train={"steps": 2, "checkpoint_every": 2, "timeout_s": 1.0})
+    if resume:
+        run(config)
+        config = config.replace(train={"steps": 1})
+    at_work = ExitStack()
+    hold(config, at_work)
+    before = {path.name: path.read_bytes() for path in config.folder.iterdir() if path.is_file()}
+    with at_work, pytest.raises(ConfigError, match="another `lrmoe train` is at work in"):
+        run(config, resume=resume)
+    assert {path.name: path.read_bytes() for path in config.folder.iterdir() if path.is_file()} == before
+    run(config, resume=resume)
 
 
 def test_evaluation_losses_are_logged_and_summed_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from lrmoe.checkpoint import find_steps
 from lrmoe.errors import ConfigError
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.kinds import check_kind
+from lrmoe.training.locks import alone
 
 CONFIG = "config.toml"
 MODEL = "model"  # folder of an imported run: the model's configuration, and the tokenizer
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 RESULTS = (METRICS, SUMMARY, "trace.parquet", "report.html", "wandb.id")
+UNWIND_S = 10.0  # ranks of a run that was killed may still be ending when its restart comes
 
 
 def check_free(config: TrainConfig, *, overwrite: bool, kinds: Sequence[str] = ("train",)) -> None:
@@ -43,6 +46,21 @@ def check_free(config: TrainConfig, *, overwrite: bool, kinds: Sequence[str] = (
             f"train.name={config.train.name!r}: {folder} holds an earlier run ({', '.join(found)}); pass --overwrite "
             "to replace it, or choose another --name"
         )
+
+
+def hold(config: TrainConfig, until: ExitStack) -> None:
+    """Be the only run in the folder until `until` closes; makes the folder.
+
+    Raises:
+        ConfigError: another process trains there, or it cannot be written.
+    """
+    patience_s = min(UNWIND_S, config.train.timeout_s / 2)
+    try:
+        until.enter_context(
+            alone(config.folder, setting="train.name", command="train", patience_s=patience_s)
+        )
+    except OSError as error:
+        raise _unwritable(config, error.strerror) from error
 
 
 def claim(config: TrainConfig, write: Callable[[Path], None], *, fresh: bool) -> None:

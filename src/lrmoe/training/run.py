@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from lrmoe.checkpoint import gathered
@@ -16,7 +16,7 @@ from lrmoe.telemetry.figures import environment
 from lrmoe.telemetry.layers import layer_histograms
 from lrmoe.telemetry.live import Reporter, TensorBoard, WandB
 from lrmoe.training.config import TrainConfig
-from lrmoe.training.folder import SUMMARY, check_free, claim
+from lrmoe.training.folder import SUMMARY, check_free, claim, hold
 from lrmoe.training.loop import Trainer
 from lrmoe.training.metrics import MetricsWriter, Progress
 from lrmoe.training.process import Process, joined
@@ -73,8 +73,8 @@ def train(
         stop_asked: asked once a step; when true on any rank, all save after that step and return.
 
     Raises:
-        ConfigError: something does not fit, or the folder holds an earlier run and neither `resume` nor `overwrite` is
-            set; checkpoints are never overwritten.
+        ConfigError: something does not fit, another process trains in the folder, or it holds an earlier run and
+            neither `resume` nor `overwrite` is set; checkpoints are never overwritten.
         CheckpointError: nothing usable to resume from.
         RankError: some rank was lost, failed, or did not come in time. Nothing is saved then.
         MissingExtraError: train.wandb is set and wandb is not installed.
@@ -82,22 +82,33 @@ def train(
     if config.train.wandb is not None:
         _on_main(process, lambda: require_extra("wandb", "wandb"))
     _agree_to_resume(config, process, resume)
-    if not resume:
-        _on_main(process, lambda: check_free(config, overwrite=overwrite))
-    trainer = Trainer(config, process.group, device=process.device)
-    trainer.stop_asked = stop_asked
-    start = trainer.resume() if resume else 0
-    _on_main(process, lambda: claim(config, config.write, fresh=not resume))
+    with ExitStack() as held:
+        if resume:  # before the newest checkpoint is looked for: another run may be about to write it
+            _on_main(process, lambda: hold(config, held))
+        else:
+            _on_main(process, lambda: check_free(config, overwrite=overwrite))
+        trainer = Trainer(config, process.group, device=process.device)
+        trainer.stop_asked = stop_asked
+        start = trainer.resume() if resume else None
+        if not resume:
+            _on_main(process, lambda: hold(config, held))
+        _on_main(process, lambda: claim(config, config.write, fresh=not resume))
+        return _run(trainer, process, start, show_progress)
+
+
+def _run(trainer: Trainer, process: Process, start: int | None, show_progress: bool) -> dict[str, Any]:
+    """Train in a folder that is this run's; `start` is the step that it was resumed from."""
+    config = trainer.config
     reporters: list[Reporter] = []
-    _on_main(process, lambda: reporters.extend(_reporters(config, start if resume else None)))
+    _on_main(process, lambda: reporters.extend(_reporters(config, start)))
     with trainer.saving():
         if process.is_main:
             with (
-                MetricsWriter(config.folder, start if resume else None, reporters) as writer,
+                MetricsWriter(config.folder, start, reporters) as writer,
                 Progress(
-                    config.train.steps, start=start, every=config.train.log_every, enabled=show_progress
+                    config.train.steps, start=start or 0, every=config.train.log_every, enabled=show_progress
                 ) as progress,
-                _trace(trainer, start if resume else None) as trace,
+                _trace(trainer, start) as trace,
             ):
                 _loop(trainer, writer, progress, trace)
         else:

@@ -22,7 +22,6 @@ from lrmoe.experiments.ablate.rows import COLUMNS, between, cell_values, rows_of
 from lrmoe.experiments.ablate.rules import Ablation, Cell
 from lrmoe.experiments.compare.cells import CELLS, ROWS, named_model
 from lrmoe.experiments.folder import check_free
-from lrmoe.experiments.locks import alone
 from lrmoe.experiments.trajectories.regimes import (
     START_STEPS,
     get_regime,
@@ -36,6 +35,7 @@ from lrmoe.experiments.workers_display import Display
 from lrmoe.experiments.writing import csv_text, json_text, write_whole
 from lrmoe.telemetry.figures import environment
 from lrmoe.training.config import ModelConfig, TrainConfig, read_toml
+from lrmoe.training.locks import alone
 
 KIND = "ablate"
 _HERE = "lrmoe.experiments.ablate.run"

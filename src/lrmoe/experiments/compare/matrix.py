@@ -21,12 +21,12 @@ from lrmoe.experiments.compare.matrix_folder import begin, check, finished, writ
 from lrmoe.experiments.compare.matrix_rows import COLUMNS, ratios, rows_of
 from lrmoe.experiments.compare.run import compare
 from lrmoe.experiments.compare.starting import started
-from lrmoe.experiments.locks import alone
 from lrmoe.experiments.terminal import duration
 from lrmoe.experiments.trajectories.regimes import CACHE
 from lrmoe.experiments.writing import csv_text
 from lrmoe.telemetry.figures import environment
 from lrmoe.training.kinds import MATRIX
+from lrmoe.training.locks import alone
 
 _SEEN_OF_CELL = ("link_bytes_per_s", "link_rule", "common_loss", "total_s")
 

@@ -26,9 +26,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lrmoe.errors import ConfigError, did_you_mean
-from lrmoe.experiments.locks import locked
 from lrmoe.telemetry.figures import environment
 from lrmoe.training.config import ModelConfig, TrainConfig
+from lrmoe.training.locks import locked
 
 if TYPE_CHECKING:
     from lrmoe.training.data import Corpus
