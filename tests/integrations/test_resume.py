@@ -244,6 +244,19 @@ def alone(folder: Path, *callbacks: TrainerCallback, **changes: Any) -> tuple[Tr
     return trainer, {"weights": weights, "controllers": controllers}
 
 
+def test_a_finished_run_is_not_trained_any_further(tmp_path: Path) -> None:
+    _, wanted = alone(tmp_path, every=4)
+    trainer, found = alone(tmp_path, every=4)
+    assert trainer.state.global_step == 10
+    assert find_steps(tmp_path / "checkpoints") == [8, 10]
+    assert found["controllers"] == wanted["controllers"]
+    for name, value in wanted["weights"].items():
+        assert torch.equal(found["weights"][name], value), name
+    trainer, _ = alone(tmp_path, every=4, max_steps=11)
+    assert trainer.state.global_step == 11
+    assert "_run_epoch" not in vars(trainer)
+
+
 # Epochs have eight steps: one run goes on inside an epoch, with callbacks made anew, the other at the end of one.
 @pytest.mark.parametrize(("every", "restore_callbacks"), [(3, True), (4, False)])
 def test_one_device_ends_with_the_same_bits(tmp_path: Path, every: int, restore_callbacks: bool) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 TRAINER_STATE = "trainer_state.json"
 _ASKED = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
+_EPOCH = "_run_epoch"  # of the Trainer, which does a step in every epoch that it begins
 
 
 def resume(trainer: Any) -> str | None:
@@ -97,11 +98,26 @@ class _Answers:
         for name, answer in zip(_ASKED, own, strict=True):
             vars(self._trainer).pop(name, None)  # of an earlier call that did not end
             setattr(self._trainer, name, self._before(getattr(self._trainer, name), answer))
+        vars(self._trainer).pop(_EPOCH, None)
+        if callable(stock := getattr(self._trainer, _EPOCH, None)):
+            setattr(self._trainer, _EPOCH, self._unless_done(stock))
 
     def remove(self) -> None:
         """Take them out again."""
-        for name in _ASKED:
+        for name in (*_ASKED, _EPOCH):
             vars(self._trainer).pop(name, None)
+
+    def _unless_done(self, stock: Callable[..., None]) -> Callable[..., None]:
+        """A run that was finished must not be trained one step further each time it is started again."""
+
+        def epoch(*args: Any, **kwargs: Any) -> None:
+            state = self._trainer.state
+            if state.global_step >= state.max_steps:
+                self._trainer.control.should_training_stop = True
+                return
+            stock(*args, **kwargs)
+
+        return epoch
 
     def _before(self, stock: Callable[..., Any], answer: Callable[[], None]) -> Callable[..., Any]:
         def ask(checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
