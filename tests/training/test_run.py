@@ -20,6 +20,7 @@ from lrmoe.report.load import load_run
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.figures import figures
 from lrmoe.training.folder import hold
+from lrmoe.training.loop import Trainer
 from lrmoe.training.observed import observed_table
 from lrmoe.training.process import Process
 from lrmoe.training.resume import resumed_config
@@ -56,6 +57,31 @@ def test_a_resumed_run_sums_over_all_its_steps(tmp_path: Path) -> None:
 def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, train={"steps": 2, "checkpoint_every": 2})
     assert run(config, resume=False) == run(config, resume=True)
+
+
+def test_fewer_steps_than_a_run_has_done_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, train={"steps": 2, "checkpoint_every": 1})
+    run(config, resume=False)
+    before = (config.folder / "config.toml").read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"train.steps=1: the run's checkpoint has done 2; must be at least"
+    ):
+        run(config.replace(train={"steps": 1}), resume=True)
+    assert (config.folder / "config.toml").read_bytes() == before
+
+
+def test_skipped_steps_are_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Trainer._losses
+
+    def losses(trainer: Trainer, *args: Any) -> Any:
+        loss, balance = plain(trainer, *args)
+        return loss * float("nan"), balance
+
+    monkeypatch.setattr(Trainer, "_losses", losses)
+    run(tiny_config(tmp_path, train={"steps": 2}))
+    assert "2 of 2 steps were skipped: a gradient was not finite" in caplog.text
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -90,6 +90,7 @@ def train(
         trainer = Trainer(config, process.group, device=process.device)
         trainer.stop_asked = stop_asked
         start = trainer.resume() if resume else None
+        _check_steps(config, start)
         if not resume:
             _on_main(process, lambda: hold(config, held))
         _on_main(process, lambda: claim(config, config.write, fresh=not resume))
@@ -117,8 +118,22 @@ def _run(trainer: Trainer, process: Process, start: int | None, show_progress: b
     if process.is_main:
         if not summary["finished"]:
             log.info("stopped at step %d of %d; --resume goes on", trainer.steps_done, config.train.steps)
+        if trainer.steps_skipped:
+            log.warning(
+                "%d of %d steps were skipped: a gradient was not finite on some rank; lrmoe train --checked names the "
+                "first such number",
+                trainer.steps_skipped,
+                trainer.steps_done,
+            )
         (config.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
+
+
+def _check_steps(config: TrainConfig, start: int | None) -> None:
+    if start is not None and start > config.train.steps:
+        raise ConfigError(
+            f"train.steps={config.train.steps}: the run's checkpoint has done {start}; must be at least that to go on"
+        )
 
 
 def _agree_to_resume(config: TrainConfig, process: Process, resume: bool) -> None:
