@@ -89,7 +89,7 @@ def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path, resume:
     config = tiny_config(tmp_path, train={"steps": 2, "checkpoint_every": 2, "timeout_s": 1.0})
     if resume:
         run(config)
-        config = config.replace(train={"steps": 1})
+        config = config.replace(train={"steps": 3})
     at_work = ExitStack()
     hold(config, at_work)
     before = {path.name: path.read_bytes() for path in config.folder.iterdir() if path.is_file()}
