@@ -216,7 +216,7 @@ def test_an_option_that_names_nothing_is_bad_usage(
 def test_errors_are_one_line_and_a_code(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
-    monkeypatch.setattr(cli, "_train", raising(error))
+    monkeypatch.setattr(cli.training, "_train", raising(error))
     done = run("train")
     assert done.code == code
     assert done.err.startswith("error: ")
