@@ -74,7 +74,7 @@ class HeaderTable:
     @property
     def tokens_R(self) -> IntArray:
         """Tokens of every rank, int64 (R,)."""
-        return np.ascontiguousarray(self._columns["tokens"])
+        return self._columns["tokens"].copy()  # no view, which would keep the whole table
 
     def raise_on_trouble(self, rank: int, layer: int) -> None:
         """Raise the same RankError on every rank where one reported a fault or the ranks disagree."""

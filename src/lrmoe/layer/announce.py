@@ -289,9 +289,9 @@ class Announcer:
         headers = HeaderTable(table[:, : Header.WIDTH])
         headers.raise_on_trouble(self._comm.rank, self._controller.layer)
         split = Header.WIDTH + self._topology.experts
-        told = np.ascontiguousarray(table[:, split:]).view(np.float64)
+        told = np.array(table[:, split:]).view(np.float64)  # copies: a view would keep the message alive
         scores = self._controller.hear(told, self._topology, training=header.training > 0)
-        return np.ascontiguousarray(table[:, Header.WIDTH : split]), scores, headers.tokens_R
+        return np.array(table[:, Header.WIDTH : split]), scores, headers.tokens_R
 
     def _record(self, plan: LayerPlan, moment: Moment | None, inputs: Inputs) -> CallRecord:
         reason = plan.reason if moment is None or moment.prune else moment.reason
