@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -95,6 +96,19 @@ def make_tokens(batch: int = 2, length: int = 12, *, seed: int = 1) -> Tensor:
     """(batch, length) int64 token ids, never the padding id 0."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+
+
+class Tokens(Dataset):
+    """`count` sequences of 8 tokens, for a Trainer."""
+
+    def __init__(self, count: int) -> None:
+        self.ids = make_tokens(count, 8)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 def run(model: nn.Module, ids_BS: Tensor, **inputs: Any) -> dict[str, Tensor]:

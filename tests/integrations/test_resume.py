@@ -12,32 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from lrmoe import CheckpointError, ConfigError, LRMoEConfig, UnsupportedError
 from lrmoe.checkpoint import export_checkpoint, find_steps
 from lrmoe.integrations import transformers as lrmoe_hf
 from tests.distributed.pool import Pool
-from tests.integrations.models import make_model, make_tokens
+from tests.integrations.models import Tokens, make_model
 from tests.integrations.ranks import LIMIT_S, load, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore::FutureWarning")
 PRUNED = LRMoEConfig(max_drop=0.3, warmup_steps=1)
 EP2 = {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "lrmoe"}
-
-
-class Tokens(Dataset):
-    """32 sequences of 8 tokens."""
-
-    def __init__(self) -> None:
-        self.ids = make_tokens(32, 8)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 class Kill(TrainerCallback):
@@ -80,8 +66,8 @@ def make_trainer(
     trainer = Trainer(
         model,
         arguments(folder, **changes),
-        train_dataset=Tokens(),
-        eval_dataset=torch.utils.data.Subset(Tokens(), range(4)),
+        train_dataset=Tokens(32),
+        eval_dataset=torch.utils.data.Subset(Tokens(32), range(4)),
         callbacks=[ours, *callbacks],
     )
     return trainer, handle
@@ -292,7 +278,9 @@ def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
         trainer, _ = make_trainer(other, str(tmp_path))
         with pytest.raises(CheckpointError, match="is of another model"):
             lrmoe_hf.resume(trainer)
-    bare = Trainer(other, arguments(str(tmp_path), eval_strategy="no"), train_dataset=Tokens(), callbacks=[])
+    bare = Trainer(
+        other, arguments(str(tmp_path), eval_strategy="no"), train_dataset=Tokens(32), callbacks=[]
+    )
     with pytest.raises(ConfigError, match=r"callbacks=\[LRMoECallback\(handle, checkpoints=folder"):
         lrmoe_hf.resume(bare)
     trainer.is_fsdp_enabled = True

@@ -8,27 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from lrmoe import ConfigError, LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.integrations.models import make_model, make_tokens
+from tests.integrations.models import Tokens, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore::FutureWarning")
-
-
-class Tokens(Dataset):
-    """64 sequences of 8 tokens."""
-
-    def __init__(self) -> None:
-        self.ids = make_tokens(64, 8)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
@@ -58,7 +44,7 @@ def test_callback_steps_the_clock_and_logs(tmp_path: Path):
             seen.append(dict(logs))
 
     callbacks = [lrmoe_hf.LRMoECallback(handle), Reporter()]
-    trainer = Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=callbacks)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=Tokens(64), callbacks=callbacks)
     trainer.train()
     assert handle.clock.step == 4  # per optimizer step, not per micro-batch
     steps = [logs for logs in seen if "loss" in logs]
@@ -90,7 +76,10 @@ def test_reporters_of_the_callback_see_figures_and_histograms(tmp_path: Path):
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
     callbacks = [lrmoe_hf.LRMoECallback(handle, [reporter], log="layers")]
     Trainer(
-        model, arguments(tmp_path, max_steps=4, logging_steps=2), train_dataset=Tokens(), callbacks=callbacks
+        model,
+        arguments(tmp_path, max_steps=4, logging_steps=2),
+        train_dataset=Tokens(64),
+        callbacks=callbacks,
     ).train()
     assert [step for step, *_ in reporter.seen] == [2, 4]
     assert reporter.closed == 1
@@ -123,7 +112,7 @@ def test_the_callback_waits_for_the_end_of_a_long_step(tmp_path: Path):
     Trainer(
         model,
         arguments(tmp_path, **options),
-        train_dataset=torch.utils.data.ConcatDataset([Tokens()] * 3),
+        train_dataset=torch.utils.data.ConcatDataset([Tokens(64)] * 3),
         callbacks=[lrmoe_hf.LRMoECallback(handle)],
     ).train()  # warnings are errors
     assert handle.summary()["drop_reasons"] == {"warmup": 70, "always": 70}
@@ -138,7 +127,7 @@ def test_an_attached_optimizer_is_not_counted_twice(tmp_path: Path):
     Trainer(
         model,
         arguments(tmp_path, max_steps=3),
-        train_dataset=Tokens(),
+        train_dataset=Tokens(64),
         callbacks=[lrmoe_hf.LRMoECallback(handle)],
         optimizers=(optimizer, schedule),
     ).train()
@@ -158,7 +147,7 @@ def test_resume_goes_on_with_clock_and_controllers(tmp_path: Path, restore_callb
         trainer = Trainer(
             model,
             arguments(folder, max_steps=steps, **options, **restore),
-            train_dataset=Tokens(),
+            train_dataset=Tokens(64),
             callbacks=[lrmoe_hf.LRMoECallback(handle)],
         )
         trainer.train(resume_from_checkpoint=resume or None)
@@ -180,7 +169,10 @@ def test_resume_goes_on_with_clock_and_controllers(tmp_path: Path, restore_callb
 def test_callback_finds_the_handle_and_says_when_there_is_none(tmp_path: Path):
     model = make_model("qwen3")
     trainer = Trainer(
-        model, arguments(tmp_path, max_steps=1), train_dataset=Tokens(), callbacks=[lrmoe_hf.LRMoECallback()]
+        model,
+        arguments(tmp_path, max_steps=1),
+        train_dataset=Tokens(64),
+        callbacks=[lrmoe_hf.LRMoECallback()],
     )
     with pytest.raises(ConfigError, match="call enable first"):
         trainer.train()
@@ -195,8 +187,8 @@ def test_evaluation_inside_training_leaves_the_controllers_alone(tmp_path: Path)
     Trainer(
         model,
         arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1),
-        train_dataset=Tokens(),
-        eval_dataset=Tokens(),
+        train_dataset=Tokens(64),
+        eval_dataset=Tokens(64),
         callbacks=[lrmoe_hf.LRMoECallback(handle)],
     ).train()
     assert handle.summary()["calls"] == 2 * 2 * len(handle.layers)
