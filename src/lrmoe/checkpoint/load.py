@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 
 from lrmoe.checkpoint.agree import gathered, rank_of, size_of
 from lrmoe.checkpoint.manifest import STATE, Manifest, folder_of, read_json, verify
+from lrmoe.checkpoint.places import REPLACED
 from lrmoe.errors import CheckpointError
 
 log = logging.getLogger(__name__)
-REPLACED = ".replaced-"  # before the name of a checkpoint while another takes its place
 
 
 def find_steps(root: Path) -> list[int]:

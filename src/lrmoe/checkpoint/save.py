@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lrmoe.checkpoint.agree import gathered, rank_of, size_of
-from lrmoe.checkpoint.load import REPLACED, find_steps, put_back
+from lrmoe.checkpoint.load import find_steps, put_back
 from lrmoe.checkpoint.manifest import (
     DENSE,
     STATE,
@@ -28,6 +28,7 @@ from lrmoe.checkpoint.manifest import (
     sync,
     write_json,
 )
+from lrmoe.checkpoint.places import REPLACED, take_place
 from lrmoe.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -216,19 +217,7 @@ def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
             f"{partial / missing[0]}: not seen by rank 0; all ranks must share the file system"
         )
     manifest.write(partial)
-    sync(partial)
-    replaced = final.with_name(f"{REPLACED}{final.name}")
-    if final.exists():  # the same step, written again after going back to an earlier one
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    try:
-        partial.rename(final)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(final)
-        raise
-    sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    take_place(partial, final)  # of an earlier one where a run went back and came to this step again
 
 
 def _prune(root: Path, keep_last: int, keep: Collection[int]) -> None:

@@ -25,6 +25,7 @@ from lrmoe.checkpoint.hf.tensors import DTYPES, NAMES, Chunk, Entry, Reader, wri
 from lrmoe.checkpoint.hf.tokenizer import copy_run_tokenizer
 from lrmoe.checkpoint.load import Checkpoint, open_checkpoint
 from lrmoe.checkpoint.manifest import STATE, sync, write_json
+from lrmoe.checkpoint.places import take_place
 from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.sizes import parse_size
 
@@ -163,24 +164,16 @@ def replacing(out: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: it cannot be made or renamed.
     """
-    partial, replaced = (out.with_name(f".{what}-{out.name}") for what in ("partial", "replaced"))
+    partial = out.with_name(f".partial-{out.name}")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         partial.mkdir(parents=True)
         yield partial
-        sync(partial)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if out.exists():
-            out.rename(replaced)
-        partial.rename(out)
-        sync(out.parent)
+        take_place(partial, out)
     except OSError as error:
-        if replaced.exists() and not out.exists():
-            replaced.rename(out)
         raise CheckpointError(f"{out}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when all went well
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _newest_verified(folders: Sequence[Path]) -> Checkpoint:
