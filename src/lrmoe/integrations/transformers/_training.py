@@ -8,13 +8,11 @@ state.json                             Trainer, optimizer, schedule, loss scale,
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +31,7 @@ from lrmoe.integrations.transformers._optimizer import (
     moments,
     restore_optimizer,
 )
+from lrmoe.integrations.transformers._random import random_state, restore_random
 from lrmoe.integrations.transformers._slots import Slot, slots_of
 
 KIND = "transformers-trainer"
@@ -157,38 +156,6 @@ def _own_controllers(handle: Handle, saved: list[Any], group: dist.ProcessGroup 
     number = sum(first[:lead])
     same = len(saved) == sum(first) and len(saved[0]) == ranks
     return layers_of(saved[number if same else 0], rank, ranks)
-
-
-def random_state() -> dict[str, Any]:
-    """The state of the generators of Python, NumPy and torch, as JSON-able values."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    found: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": _hex(torch.get_rng_state()),
-    }
-    if torch.cuda.is_available():
-        found["cuda"] = _hex(torch.cuda.get_rng_state())
-    return found
-
-
-def restore_random(saved: Mapping[str, Any]) -> None:
-    """Put back what `random_state` gave."""
-    version, keys, gauss = saved["python"]
-    random.setstate((version, tuple(keys), gauss))
-    kind, numbers, *rest = saved["numpy"]
-    np.random.set_state((kind, np.array(numbers, dtype=np.uint32), *rest))
-    torch.set_rng_state(_bytes(saved["torch"]))
-    if "cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(saved["cuda"]))
-
-
-def _hex(state: Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
