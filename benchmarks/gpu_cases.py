@@ -8,6 +8,7 @@ Shape letters: T tokens, K experts per token, E experts, H hidden, I expert widt
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -212,7 +213,7 @@ def hot_expert(report: Report, device: torch.device, seed: int) -> None:
     for name, ids in (("even", even), ("hot", torch.zeros_like(even))):
         layer, given = make_layer(shape, max_drop=0.0), dataclasses.replace(case, ids=ids)
         run_layer(layer, given)
-        peaks[name] = _peak(lambda layer=layer, given=given: run_layer(layer, given), device)  # type: ignore[misc]
+        peaks[name] = _peak(functools.partial(run_layer, layer, given), device)
     # On a CPU the intermediates of a block of rows are what a large expert needs more.
     report.at_most("cases.u27.hot_over_even", peaks["hot"] / peaks["even"], 1.1, "ratio")
 

@@ -283,7 +283,8 @@ def test_enable_lasts_until_disable_and_contexts_nest() -> None:
 
 def test_an_error_of_another_kind_leaves_no_finding_behind() -> None:
     def broken(*_: Any, **__: Any) -> None:
-        probe.current()._findings.add("something")  # type: ignore[attr-defined]
+        looking: Any = probe.current()
+        looking._findings.add("something")
         raise ZeroDivisionError
 
     with debug.checked():

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lrmoe.config import LRMoEConfig
 from lrmoe.errors import InfeasibleError
 from lrmoe.layer import release_scratch
 from lrmoe.layer.routing import sort_pairs
@@ -32,10 +33,10 @@ def routed(share: float, expert: int, seed: int) -> Case:
     return dataclasses.replace(BASE, ids=ids)
 
 
-def tracked(case: Case, config: object) -> tuple[int, Run]:
+def tracked(case: Case, config: LRMoEConfig) -> tuple[int, Run]:
     """Most bytes that tensors of the call held at once beside its inputs, as an observer of torch saw them."""
     release_scratch()
-    layer, leaf = build(case, config), leaves(case, GRADS)  # type: ignore[arg-type]
+    layer, leaf = build(case, config), leaves(case, GRADS)
     tracker = StorageTracker()
     with tracker:
         out = forward(layer, case, leaf)

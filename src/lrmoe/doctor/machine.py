@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,7 +145,7 @@ def _torch_blas() -> str:
 
 
 def _numpy_blas() -> str:
-    built: dict[str, dict[str, dict[str, str]]] = np.show_config(mode="dicts")  # type: ignore[assignment]
+    built: Any = np.show_config(mode="dicts")  # NumPy types it as None, which it gives in its other mode
     blas = built.get("Build Dependencies", {}).get("blas", {})
     return f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
 
