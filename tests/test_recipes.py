@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from lrmoe.cli import app
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.integrations.models import make_model
-from tests.integrations.test_trainer import Tokens, arguments
+from tests.integrations.models import Tokens, make_model
+from tests.integrations.test_trainer import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -146,7 +146,7 @@ def test_axolotl_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "lrmoe_axolotl.LRMoEPlugin" in block("Axolotl", "yaml")
     plugin, model = space["LRMoEPlugin"](), make_model("qwen3")
     plugin.post_model_load({}, model)
-    trainer = Trainer(model, arguments(tmp_path, max_steps=2), train_dataset=Tokens())
+    trainer = Trainer(model, arguments(tmp_path, max_steps=2), train_dataset=Tokens(64))
     for callback in plugin.add_callbacks_post_trainer({}, trainer):
         trainer.add_callback(callback)
     trainer.train()
@@ -160,7 +160,7 @@ def test_swift_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     args = arguments(tmp_path, max_steps=2)
     callback = known["lrmoe"](args, object())  # built before its trainer has a model
     assert isinstance(callback, lrmoe_hf.LRMoECallback)
-    trainer = Trainer(make_model("qwen3"), args, train_dataset=Tokens(), callbacks=[callback])
+    trainer = Trainer(make_model("qwen3"), args, train_dataset=Tokens(64), callbacks=[callback])
     trainer.train()
     assert len(kept(trainer)) == 2
     assert callback.handle.clock.step == 2
