@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,16 @@ def test_the_ledger_counts_the_same_memory_once_per_part() -> None:
     ledger.add("stash", rows)
     assert ledger.read()["stash"] == 320
     assert ledger.read()["backward"] == 0
+
+
+def test_the_ledger_counts_a_new_buffer_where_one_that_is_gone_has_lain() -> None:
+    ledger, room = Ledger(), np.zeros(40, dtype=np.float32)
+    rows = torch.from_numpy(room)
+    ledger.add("stash", rows)
+    ledger.add("stash", rows.view(4, 10))
+    del rows
+    ledger.add("stash", torch.from_numpy(room))  # a second storage at the first one's address
+    assert ledger.read()["stash"] == 320
 
 
 def test_the_buffer_peak_is_the_larger_of_both_passes() -> None:

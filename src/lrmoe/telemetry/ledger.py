@@ -28,7 +28,7 @@ class Ledger:
         self._base: int | None = None
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._bytes: dict[str, int] = dict.fromkeys(PARTS, 0)
-        self._seen: set[tuple[str, int, int]] = set()
+        self._seen: dict[tuple[str, int, int], weakref.ref[Any]] = {}
         self.sealed = False
 
     def add(self, part: str, *tensors: Tensor | None) -> None:
@@ -36,9 +36,10 @@ class Ledger:
         for tensor in tensors:
             if tensor is None or tensor.numel() == 0:
                 continue
-            key = (part, tensor.data_ptr(), tensor.nbytes)
-            if key not in self._seen:
-                self._seen.add(key)
+            key, storage = (part, tensor.data_ptr(), tensor.nbytes), tensor.untyped_storage()
+            known = self._seen.get(key)
+            if known is None or known() is not storage:  # a new one may lie where one that is gone has lain
+                self._seen[key] = weakref.ref(storage)
                 self._bytes[part] += tensor.nbytes
             self.follow(tensor)
 
@@ -63,7 +64,7 @@ class Ledger:
         self.current -= self._alive.pop(key)[0]
 
     def seal(self) -> None:
-        """Forget addresses (they may be used again) and keep the sums: between forward and backward."""
+        """Forget addresses and keep the sums, between forward and backward: what stays is booked under both."""
         self._seen.clear()
         self.sealed = True
 
