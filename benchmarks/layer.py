@@ -1,15 +1,22 @@
-"""Forward and backward of one MoE layer against transformers' own experts, side by side in one run.
+"""Forward and backward of one MoE layer against transformers' own experts, side by side in one run: time and memory.
 
 Shapes: hidden 512, expert width 192, 32 experts, top-8, 4096 tokens, lognormal popularity. Variants take turns within
-each round; figures are medians over rounds, ratios are medians of per-round ratios.
+each round; times are medians over rounds, ratios are medians of per-round ratios, on 2 threads and on 1.
 
     python benchmarks/layer.py --json
 
-Names: layer.<dtype>.drop<d>.over_best_peer, layer.<dtype>.drop0.over_gemms, layer.<dtype>.drop0.2.overhead_share,
-layer.<dtype>.masked_twin.over_drop0 (2 threads). Below 1 is better, or the share of the layer that pruning adds.
+Names: layer.<dtype>.drop<d>.over_best_peer, layer.<dtype>.drop0.over_gemms (at most 1.35), .drop0.2.overhead_share
+(0.04), .drop0.5.over_drop0 (its own time, 0.72), .masked_twin.over_drop0. They mean 2 threads; a suffix such as .t1
+tells another number. Below 1 is better, or the share of the layer that pruning adds.
 
-Expected duration on 2 cores: 6 to 15 minutes, nearly all of it in bf16; --dtype fp32 alone 1 to 3 minutes. Progress
-goes to standard error.
+memory.<dtype>.drop<d>.over_grouped_mm: the most bytes that forward and backward hold at once beside what was there
+before, gradients included and scratch given back before, over the same of transformers' grouped_mm; every tensor
+storage is followed (`lrmoe.telemetry.tracking`). At drop 0.5 activations are computed again
+(`activations="recompute"`); at most 0.9 at drop 0 and 0.6 there. Threads change nothing in it. The context has the same
+ratio as the allocator saw it, with what operators hold inside themselves (bf16 products on CPU do).
+
+Expected duration on 2 cores: 4 to 8 minutes; --dtype fp32 --threads 2 alone 1 to 2 minutes. Progress goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -19,221 +26,29 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from layer_variants import DTYPES, Case, Data, bare_gemms, make_data, masked_twin, ours, peer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from torch import Tensor
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from rounds import Times, measure, ratios, spread
 
-from lrmoe.config import LRMoEConfig
-from lrmoe.layer import MoELayer
+from lrmoe.layer import MoELayer, release_scratch
 from lrmoe.telemetry import figure
+from lrmoe.telemetry.tracking import StorageTracker, profiled_peak
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DROPS = (0.0, 0.2, 0.5)
+ACTIVATIONS = {0.0: "auto", 0.2: "auto", 0.5: "recompute"}  # of the memory figures
+THREADS = (2, 1)
+NAMED_THREADS = 2  # what a figure's name means without a suffix
 ADDED_PHASES = ("score", "select", "reroute")
 BLOCK_ROWS = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Sizes of the benchmarked layer."""
-
-    hidden: int = 512
-    width: int = 192
-    experts: int = 32
-    top_k: int = 8
-    tokens: int = 4096
-    sigma: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Data:
-    """One layer's input, routing, weights and upstream gradient."""
-
-    x: Tensor
-    ids: Tensor
-    alpha: Tensor
-    gate_up: Tensor
-    down: Tensor
-    grad: Tensor
-
-    @property
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tensors that get gradients."""
-        return self.x, self.alpha, self.gate_up, self.down
-
-    def clear(self) -> None:
-        """Forget gradients."""
-        for tensor in self.leaves:
-            tensor.grad = None
-
-
-def make_data(case: Case, dtype: torch.dtype, seed: int) -> Data:
-    """Random tensors; experts drawn without repetition from a lognormal popularity (Gumbel top-k)."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw)
-
-    popularity = case.sigma * normal(case.experts)
-    gumbel = -torch.log(-torch.log(torch.rand(case.tokens, case.experts, generator=draw)))
-    logits, ids = (popularity + gumbel).topk(case.top_k, dim=1)
-    gate_up = normal(case.experts, 2 * case.width, case.hidden) / case.hidden**0.5
-    down = normal(case.experts, case.hidden, case.width) / case.width**0.5
-    leaves = (normal(case.tokens, case.hidden), logits.softmax(dim=1), gate_up, down)
-    x, alpha, gate_up, down = (t.to(dtype).requires_grad_() for t in leaves)
-    grad = normal(case.tokens, case.hidden).to(dtype)
-    return Data(x=x, ids=ids, alpha=alpha, gate_up=gate_up, down=down, grad=grad)
-
-
-def peer(case: Case, data: Data, implementation: str) -> Callable[[], None]:
-    """transformers' Qwen3-MoE experts with one of its own implementations."""
-    config = Qwen3MoeConfig(
-        hidden_size=case.hidden, moe_intermediate_size=case.width, num_experts=case.experts, hidden_act="silu"
-    )
-    config._experts_implementation = implementation
-    experts = Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = torch.nn.Parameter(data.gate_up), torch.nn.Parameter(data.down)
-
-    def run() -> None:
-        data.clear()
-        experts.gate_up_proj.grad = experts.down_proj.grad = None
-        experts(data.x, data.ids, data.alpha).backward(data.grad)
-
-    return run
-
-
-def ours(case: Case, data: Data, drop: float) -> tuple[Callable[[], None], MoELayer]:
-    """This package's layer at a drop."""
-    layer = MoELayer(
-        num_experts=case.experts,
-        hidden_size=case.hidden,
-        intermediate_size=case.width,
-        config=LRMoEConfig(max_drop=drop, warmup_steps=0),
-    )
-
-    def run() -> None:
-        data.clear()
-        layer(data.x, data.ids, data.alpha, data.gate_up, data.down, training=True).backward(data.grad)
-        layer.clock.advance()
-
-    return run, layer
-
-
-def masked_twin(case: Case, data: Data, drop: float) -> Callable[[], None]:
-    """Pruning without compaction: weights of dropped pairs are zeroed, every row is still computed backward."""
-    layer = MoELayer(
-        num_experts=case.experts,
-        hidden_size=case.hidden,
-        intermediate_size=case.width,
-        config=LRMoEConfig(max_drop=0, warmup_steps=0),
-    )
-    keep = torch.rand(data.alpha.shape, generator=torch.Generator().manual_seed(1)) >= drop
-
-    def run() -> None:
-        data.clear()
-        masked = data.alpha * keep
-        layer(data.x, data.ids, masked, data.gate_up, data.down, training=True).backward(data.grad)
-        layer.clock.advance()
-
-    return run
-
-
-def bare_gemms(case: Case, data: Data) -> Callable[[], None]:
-    """The six products of every expert at the same counts, into buffers made before: no layer can be faster."""
-    counts = torch.bincount(data.ids.reshape(-1), minlength=case.experts).tolist()
-    gate_up, down = data.gate_up.detach(), data.down.detach()
-    most = max(counts)
-
-    def buffer(*shape: int) -> Tensor:
-        return torch.randn(shape).to(gate_up.dtype)
-
-    x, h, phi = buffer(most, case.hidden), buffer(most, 2 * case.width), buffer(most, case.width)
-    y, d_gate_up, d_down = buffer(most, case.hidden), torch.empty_like(gate_up), torch.empty_like(down)
-
-    def run() -> None:
-        for e, n in enumerate(counts):
-            torch.mm(x[:n], gate_up[e].t(), out=h[:n])
-            torch.mm(phi[:n], down[e].t(), out=y[:n])
-            torch.mm(x[:n], down[e], out=phi[:n])
-            torch.mm(x[:n].t(), phi[:n], out=d_down[e])
-            torch.mm(h[:n].t(), x[:n], out=d_gate_up[e])
-            torch.mm(h[:n], gate_up[e], out=y[:n])
-
-    return run
-
-
-class Rounds:
-    """Progress of one dtype on stderr: on a terminal a bar over rounds x variants, else a line every few rounds."""
-
-    def __init__(self, dtype: str, rounds: int, variants: int) -> None:
-        console = Console(stderr=True)
-        self._dtype, self._rounds = dtype, rounds
-        self._console = console
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn())
-        self._bar = Progress(
-            *columns,
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            auto_refresh=False,
-        )
-        self._task = self._bar.add_task("", total=rounds * variants)
-
-    def __enter__(self) -> Rounds:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def say(self, what: str, quiet: bool = False) -> None:
-        """What begins now; `quiet` leaves out the line where there is no terminal. Never called inside a timing."""
-        self._bar.update(self._task, description=f"{self._dtype}: {what}", refresh=True)
-        if not self._console.is_terminal and not quiet:
-            self._console.print(f"{self._dtype}: {what}", highlight=False, soft_wrap=True)
-
-    def start(self, done: int) -> None:
-        """Round number `done` begins."""
-        self.say(f"round {done + 1} of {self._rounds}", quiet=done % -(-self._rounds // 4) != 0)
-
-    def advance(self) -> None:
-        """One variant of the round is done; drawn between timings, by this thread alone."""
-        self._bar.update(self._task, advance=1, refresh=True)
-
-
-def measure(runs: Mapping[str, Callable[[], object]], rounds: int, dtype: str) -> dict[str, list[float]]:
-    """Milliseconds of every variant in every round, variants taking turns; progress on stderr."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    with Rounds(dtype, rounds, len(runs)) as progress:
-        for name, run in runs.items():
-            progress.say(f"warm-up, {name}")
-            run()
-            run()
-        for done in range(rounds):
-            progress.start(done)
-            for name, run in runs.items():
-                begin = time.perf_counter()
-                run()
-                times[name].append((time.perf_counter() - begin) * 1e3)
-                progress.advance()
-    return times
-
-
-def ratio(times: dict[str, list[float]], name: str, *others: str) -> float:
-    """Median over rounds of `name` over the faster of `others` (by their medians)."""
-    best = min(others, key=lambda other: statistics.median(times[other]))
-    return statistics.median(a / b for a, b in zip(times[name], times[best], strict=True))
-
-
-def overhead_share(layer: MoELayer, run: Callable[[], None], rounds: int, dtype: torch.dtype) -> float:
-    """Share of the layer's time in phases that only pruning has, and in the one copy made only for it.
+def overhead_shares(layer: MoELayer, run: Callable[[], None], rounds: int, dtype: torch.dtype) -> list[float]:
+    """By round, the share of the layer's time in phases that only pruning has and in the one copy made only for it.
 
     That copy gathers the kept rows of the stash, block by block; without pruning they are read in place.
     """
@@ -244,7 +59,7 @@ def overhead_share(layer: MoELayer, run: Callable[[], None], rounds: int, dtype:
         record = layer.telemetry.drain()[0]
         added = sum(record.wall_ms.get(phase, 0.0) for phase in ADDED_PHASES)
         shares.append((added + stash_copy_ms(record.pairs, record.kept, layer, dtype)) / record.wall_total_ms)
-    return statistics.median(shares)
+    return shares
 
 
 def stash_copy_ms(pairs: int, kept: int, layer: MoELayer, dtype: torch.dtype) -> float:
@@ -258,8 +73,11 @@ def stash_copy_ms(pairs: int, kept: int, layer: MoELayer, dtype: torch.dtype) ->
     return (time.perf_counter() - begin) * 1e3
 
 
-def bench_dtype(case: Case, name: str, rounds: int, seed: int) -> tuple[dict[str, list[float]], float]:
-    """Times of all variants in one dtype, and the overhead share at drop 0.2."""
+def bench_times(
+    case: Case, name: str, rounds: int, seed: int, threads: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Times of all variants in one dtype, and the overhead shares at drop 0.2."""
+    torch.set_num_threads(threads)
     data = make_data(case, DTYPES[name], seed)
     runs = {"eager": peer(case, data, "eager"), "grouped_mm": peer(case, data, "grouped_mm")}
     layers = {}
@@ -267,33 +85,74 @@ def bench_dtype(case: Case, name: str, rounds: int, seed: int) -> tuple[dict[str
         runs[f"drop{drop:g}"], layers[drop] = ours(case, data, drop)
     runs["masked_twin"] = masked_twin(case, data, 0.5)
     runs["gemms"] = bare_gemms(case, data)
-    times = measure(runs, rounds, name)
-    return times, overhead_share(layers[0.2], runs["drop0.2"], rounds, DTYPES[name])
+    times = measure(runs, rounds, f"{name}, {threads} thread{'s' * (threads > 1)}")
+    return times, overhead_shares(layers[0.2], runs["drop0.2"], rounds, DTYPES[name])
 
 
-def figures(
-    name: str, times: dict[str, list[float]], overhead: float, context: dict[str, object]
-) -> list[dict[str, object]]:
-    """The named ratios of one dtype."""
-    rows = [
-        (f"layer.{name}.drop{drop:g}.over_best_peer", ratio(times, f"drop{drop:g}", "eager", "grouped_mm"))
+def time_figures(
+    name: str, times: Times, overheads: Sequence[float], threads: int, context: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The named ratios of one dtype and number of threads."""
+    rows = {
+        f"layer.{name}.drop{drop:g}.over_best_peer": ratios(times, f"drop{drop:g}", "eager", "grouped_mm")
         for drop in DROPS
-    ]
-    rows.append((f"layer.{name}.drop0.over_gemms", ratio(times, "drop0", "gemms")))
-    rows.append((f"layer.{name}.drop0.2.overhead_share", overhead))
-    rows.append((f"layer.{name}.masked_twin.over_drop0", ratio(times, "masked_twin", "drop0")))
+    }
+    rows[f"layer.{name}.drop0.over_gemms"] = ratios(times, "drop0", "gemms")
+    rows[f"layer.{name}.drop0.2.overhead_share"] = list(overheads)
+    rows[f"layer.{name}.drop0.5.over_drop0"] = ratios(times, "drop0.5", "drop0")
+    rows[f"layer.{name}.masked_twin.over_drop0"] = ratios(times, "masked_twin", "drop0")
     medians = {variant: round(statistics.median(values), 2) for variant, values in times.items()}
+    suffix = "" if threads == NAMED_THREADS else f".t{threads}"
     return [
-        figure(key, round(value, 4), "ratio", "lower", median_ms=medians, **context) for key, value in rows
-    ]
+        figure(
+            key + suffix, round(statistics.median(values), 4), "ratio", "lower",
+            spread=round(spread(values), 4), median_ms=medians, **context,
+        )
+        for key, values in rows.items()
+    ]  # fmt: skip
 
 
-def show(results: dict[str, dict[str, list[float]]]) -> None:
+def peak_bytes(run: Callable[[], None], data: Data) -> dict[str, int]:
+    """Most bytes of one forward and backward: by followed storages, and by the allocator as the profiler saw it."""
+    run()  # what is made once and stays is there
+    found = {}
+    for witness, watch in (("tracked", _tracked), ("profiled", profiled_peak)):
+        data.clear()
+        release_scratch()
+        found[witness] = watch(run)
+    return found
+
+
+def _tracked(run: Callable[[], None]) -> int:
+    tracker = StorageTracker()
+    with tracker:
+        run()
+    return tracker.peak
+
+
+def memory_figures(case: Case, name: str, seed: int, context: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Peak memory of the layer over that of transformers' grouped_mm, at every drop."""
+    data = make_data(case, DTYPES[name], seed)
+    other = peak_bytes(peer(case, data, "grouped_mm"), data)
+    rows = []
+    for drop in DROPS:
+        mine = peak_bytes(ours(case, data, drop, ACTIVATIONS[drop])[0], data)
+        rows.append(
+            figure(
+                f"memory.{name}.drop{drop:g}.over_grouped_mm", round(mine["tracked"] / other["tracked"], 4),
+                "ratio", "lower", bytes=mine["tracked"], grouped_mm_bytes=other["tracked"],
+                by_profiler=round(mine["profiled"] / other["profiled"], 4), activations=ACTIVATIONS[drop], **context,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def show(results: Mapping[str, Times]) -> None:
     """Median milliseconds of every variant, on stderr."""
     table = Table(title="forward + backward, median ms")
     table.add_column("variant")
-    for name in results:
-        table.add_column(name, justify="right")
+    for title in results:
+        table.add_column(title, justify="right")
     for variant in next(iter(results.values())):
         table.add_row(variant, *(f"{statistics.median(times[variant]):.1f}" for times in results.values()))
     Console(stderr=True).print(table)
@@ -305,19 +164,21 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, action="append", help="may be given again; default: 2 and 1")
+    parser.add_argument("--rounds", type=int, default=15, help="0: memory alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=tuple(DTYPES), action="append", help="default: all")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
     case, results, rows = Case(), {}, []
     for name in args.dtype or DTYPES:
-        results[name], overhead = bench_dtype(case, name, args.rounds, args.seed)
-        rows += figures(
-            name, results[name], overhead, {"seed": args.seed, "rounds": args.rounds, "case": vars(case)}
-        )
-    show(results)
+        rows += memory_figures(case, name, args.seed, {"seed": args.seed, "case": vars(case)})
+        for threads in (args.threads or THREADS) if args.rounds else ():
+            times, overheads = bench_times(case, name, args.rounds, args.seed, threads)
+            results[f"{name}, {threads}"] = times
+            context = {"seed": args.seed, "rounds": args.rounds, "case": vars(case)}
+            rows += time_figures(name, times, overheads, threads, context)
+    if results:
+        show(results)
     for row in rows:
         print(json.dumps(row) if args.json else f"{row['name']:45} {row['value']:.3f}")
     return 0

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from layer import DTYPES, Case, make_data, measure, ratio
+from layer_variants import DTYPES, Case, make_data
+from rounds import measure, ratios, spread
 from torch import Tensor
 
 from lrmoe import ops
@@ -115,8 +117,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, dtype in DTYPES.items():
         for op, (ours, plain) in cases(Case(), dtype, args.seed).items():
             times = measure({"ours": ours, "plain": plain}, args.rounds, f"{name} {op}")
-            value = round(ratio(times, "ours", "plain"), 4)
-            row = figure(f"ops.{op}.{name}.over_plain", value, "ratio", "lower", seed=args.seed)
+            found = ratios(times, "ours", "plain")
+            value, about = round(statistics.median(found), 4), {"spread": round(spread(found), 4)}
+            row = figure(f"ops.{op}.{name}.over_plain", value, "ratio", "lower", seed=args.seed, **about)
             print(json.dumps(row) if args.json else f"{row['name']:48} {value:.3f}", flush=True)
     return 0
 

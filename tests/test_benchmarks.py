@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -20,6 +21,8 @@ def layer() -> ModuleType:
     spec = importlib.util.spec_from_file_location("benchmark_layer", BENCHMARKS / "layer.py")
     assert spec is not None
     assert spec.loader is not None
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))  # its scripts find each other there
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -47,6 +50,56 @@ def test_help_says_how_long_it_takes(layer: ModuleType, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         layer.main(["--help"])
     assert re.search(r"Expected duration on 2 cores: \d+ to \d+ minutes", capsys.readouterr().out)
+
+
+def test_names_tell_the_threads_where_they_are_not_two(
+    layer: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = layer.Case(hidden=32, width=16, experts=4, top_k=2, tokens=256)
+    monkeypatch.setattr(layer, "Case", lambda: small)
+    monkeypatch.setattr(layer, "profiled_peak", lambda _: 1)  # takes seconds, and has a test of its own
+    before = torch.get_num_threads()
+    try:
+        arguments = ["--json", "--rounds", "2", "--dtype", "fp32", "--threads", "2", "--threads", "1"]
+        assert layer.main(arguments) == 0
+    finally:
+        torch.set_num_threads(before)
+    found = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    times = [f"drop{drop}.over_best_peer" for drop in ("0", "0.2", "0.5")]
+    times += ["drop0.over_gemms", "drop0.2.overhead_share", "drop0.5.over_drop0", "masked_twin.over_drop0"]
+    names = [f"memory.fp32.drop{drop}.over_grouped_mm" for drop in ("0", "0.2", "0.5")]
+    names += [f"layer.fp32.{name}{suffix}" for suffix in ("", ".t1") for name in times]
+    assert list(found) == names
+    for name in names:
+        context = found[name]["context"]
+        if name.startswith("layer"):
+            assert context["hardware"]["threads"] == (1 if name.endswith(".t1") else 2)
+            assert context["spread"] >= 0
+        else:
+            assert found[name]["value"] == round(context["bytes"] / context["grouped_mm_bytes"], 4)
+            assert context["activations"] == ("recompute" if "0.5" in name else "auto")
+
+
+def test_peak_memory_is_the_most_that_a_call_holds_beside_what_was_there(layer: ModuleType) -> None:
+    case = layer.Case(hidden=32, width=16, experts=4, top_k=2, tokens=256)
+    data = layer.make_data(case, torch.float32, 0)
+
+    def run() -> None:
+        held = torch.zeros(1000)
+        (held + data.x.sum()).mul_(2)
+        del held
+        torch.zeros(1500)
+
+    found = layer.peak_bytes(run, data)
+    assert found["tracked"] == 8004, "two vectors of a thousand and the sum"
+    assert 8000 <= found["profiled"] <= 10_000
+
+
+def test_the_spread_is_the_distance_of_the_quartiles_over_the_median(layer: ModuleType) -> None:
+    assert layer.spread([1.0]) == 0
+    assert layer.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
+    times = {"ours": [2.0, 9.0, 4.0], "slow": [4.0, 9.0, 9.0], "fast": [1.0, 3.0, 8.0]}
+    assert layer.ratios(times, "ours", "slow", "fast") == [2, 3, 0.5]
 
 
 @pytest.mark.long

@@ -84,19 +84,23 @@ def test_layer_figures_are_words_with_a_column_per_dtype(filler: ModuleType) -> 
         "fp32.drop0.2.over_best_peer": 0.8,
         "bf16.drop0.2.over_best_peer": 0.9,
         "fp32.drop0.over_gemms": 1.25,
+        "fp32.drop0.over_gemms.t1": 1.3,
+        "fp32.drop0.over_gemms.t1.and_more": 9.0,
     }
     lines = [{"name": f"layer.{name}", "value": value, "context": context} for name, value in names.items()]
+    lines.append({"name": "memory.bf16.drop0.over_grouped_mm", "value": 0.6, "context": context})
     rows = filler.layer_table(lines).splitlines()
-    assert "| | fp32 | bf16 |" in rows
-    assert "| `max_drop=0.2` over the same | 0.800 | 0.900 |" in rows
-    assert "| `max_drop=0` over its bare matrix products | 1.250 | - |" in rows
+    assert "| | fp32 | bf16 | fp32, 1 thread |" in rows
+    assert "| `max_drop=0.2` over the same | 0.800 | 0.900 | - |" in rows
+    assert "| `max_drop=0` over its bare matrix products | 1.250 | - | 1.300 |" in rows
+    assert any(row.startswith("| peak memory") and row.endswith("| - | 0.600 | - |") for row in rows)
     assert not any("over_" in row for row in rows), "words, not names of figures"
 
 
 def test_every_layer_figure_has_words(filler: ModuleType) -> None:
     printed = (ROOT / "benchmarks" / "layer.py").read_text(encoding="utf-8")
     assert {name.rsplit(".", 1)[1] for name in filler.LAYER_WORDS} == set(
-        re.findall(r"layer\.\{name\}\.[\w.{}:]+?\.(\w+)\"", printed)
+        re.findall(r"f\"(?:layer|memory)\.\{name\}\.[\w.{}:]+?\.(\w+)\"", printed)
     )
 
 

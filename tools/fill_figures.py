@@ -23,14 +23,18 @@ QUANTITIES = {
     "rows of the fullest rank in backward, mean over layer calls": ("backward_peak_rows", 1, 0),
     "share of pairs kept in backward, exact warm-up included": ("kept_share", 1, 3),
 }
-LAYER_QUANTITY = re.compile(r"layer\.(fp32|bf16)\.((?:drop[\d.]+|masked_twin)\.\w+)")
+LAYER_QUANTITY = re.compile(r"(?:layer|memory)\.(fp32|bf16)\.((?:drop[\d.]+|masked_twin)\.\w+)(?:\.t(\d+))?")
 LAYER_WORDS = {
     "drop0.over_best_peer": "`max_drop=0` over the faster of Transformers' own experts",
     "drop0.2.over_best_peer": "`max_drop=0.2` over the same",
     "drop0.5.over_best_peer": "`max_drop=0.5` over the same",
     "drop0.over_gemms": "`max_drop=0` over its bare matrix products",
+    "drop0.5.over_drop0": "`max_drop=0.5` over `max_drop=0`",
     "drop0.2.overhead_share": "share of the layer's time that pruning adds, `max_drop=0.2`",
     "masked_twin.over_drop0": "half the pairs masked, not compacted, over `max_drop=0`",
+    "drop0.over_grouped_mm": "peak memory, `max_drop=0`, over that of Transformers' `grouped_mm`",
+    "drop0.2.over_grouped_mm": "`max_drop=0.2` over the same",
+    "drop0.5.over_grouped_mm": '`max_drop=0.5` with `activations="recompute"` over the same',
 }
 
 
@@ -61,17 +65,23 @@ def _critical_path(summary: dict[str, Any]) -> str:
 
 
 def layer_table(lines: list[dict[str, Any]]) -> str:
-    """The ratios that benchmarks/layer.py printed, a row each, a column per dtype."""
-    found = {
-        match.groups(): item["value"] for item in lines if (match := LAYER_QUANTITY.fullmatch(item["name"]))
-    }
-    dtypes = list(dict.fromkeys(dtype for dtype, _ in found))
-    rows = [f"| | {' | '.join(dtypes)} |", "|---" * (1 + len(dtypes)) + "|"]
+    """The ratios that benchmarks/layer.py printed, a row each, a column per dtype and number of threads."""
+    found = {}
+    for item in lines:
+        if match := LAYER_QUANTITY.fullmatch(item["name"]):
+            dtype, quantity, threads = match.groups()
+            found[f"{dtype}{_threads(threads)}", quantity] = item["value"]
+    columns = list(dict.fromkeys(column for column, _ in found))
+    rows = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for quantity, words in LAYER_WORDS.items():
-        cells = (found.get((dtype, quantity)) for dtype in dtypes)
+        cells = (found.get((column, quantity)) for column in columns)
         rows.append(f"| {words} | {' | '.join('-' if cell is None else f'{cell:.3f}' for cell in cells)} |")
-    head = f"`make bench`: time of one layer, forward and backward, {_where(lines[0]['context'])}; a ratio below 1 is"
-    return "\n".join([f"{head} faster:", "", *rows])
+    head = "`make bench`: time and peak memory of one layer, forward and backward, below 1 is better; "
+    return "\n".join([f"{head}{_where(lines[0]['context'])}:", "", *rows])
+
+
+def _threads(number: str | None) -> str:
+    return "" if number is None else f", {number} thread{'s' * (number != '1')}"
 
 
 def _where(context: dict[str, Any]) -> str:
