@@ -19,18 +19,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from host_pair import RANKS, ROOT, Host, host_pair, leave, limit, rank_of_pair, run_pair, why_not
 from rich.console import Console
 from rich.table import Table
 
@@ -44,85 +40,22 @@ from lrmoe.experiments.trajectories.trajectory import DONE
 from lrmoe.report.data import BASELINE
 from lrmoe.telemetry.figures import figure
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the hosts are those of the tests, which are no package that is installed
-
-from tests.distributed.hosts import DEVICE, Host, two_hosts, why_not  # noqa: E402  # after the path is set
-
 SYSTEMS = ("megatron", "symi", "ultraep", "lrmoe", "lrmoe-sampled50")
 BALANCED = f"balanced:{BASELINE}"
-RANKS, PORT = 2, 29500
-LIMIT_S = 200.0
-FREE = "40gbit"  # while the rate is not known yet: no limit in practice
 
 
 def work(rank: int, address: str, call: Path) -> None:
     """One rank: execute the steps of a file of arguments."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", rank=rank, world_size=RANKS)
-    arguments: dict[str, Any] = torch.load(
-        call, weights_only=False
-    )  # written by the parent, of its own types
-    execute(arguments["steps"], arguments["size"], arguments["out"])
-    dist.barrier()
-    dist.destroy_process_group()
+    with rank_of_pair(rank, address, call) as arguments:
+        execute(arguments["steps"], arguments["size"], arguments["out"])
 
 
 def run(hosts: Sequence[Host], folder: Path, steps: Sequence[Step], name: str) -> list[Call]:
-    """Execute steps, a rank on each host.
-
-    Raises:
-        RuntimeError: a rank failed, or time ran out.
-    """
-    call, out = folder / f"{name}.pt", folder / f"{name}.jsonl"
-    torch.save({"steps": list(steps), "size": StageSize(ranks=RANKS), "out": out}, call)
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        "--call",
-        str(call),
-        "--address",
-        hosts[0].address,
-    ]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
-    logs = [folder / f"{name}-{rank}.log" for rank in range(RANKS)]
-    started = [
-        host.start([*command, "--rank", str(rank)], logs[rank], environment)
-        for rank, host in enumerate(hosts)
-    ]
-    codes = _finish(started)
-    if any(code != 0 for code in codes):
-        tails = "\n".join(log.read_text(errors="replace")[-2000:] for log in logs)
-        raise RuntimeError(f"the ranks ended with {codes}:\n{tails}")
+    """Execute steps, a rank on each host."""
+    out = folder / f"{name}.jsonl"
+    arguments = {"steps": list(steps), "size": StageSize(ranks=RANKS), "out": out}
+    run_pair(hosts, Path(__file__), folder, name, arguments)
     return stage_lines.read(out)
-
-
-def _finish(started: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Exit codes once all have ended or one has failed; None for one that still ran then."""
-    deadline = time.monotonic() + LIMIT_S
-    codes = [process.poll() for process in started]
-    while None in codes and not any(codes) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        codes = [process.poll() for process in started]
-    for process in started:
-        process.kill()
-        process.wait()
-    return codes
-
-
-def widen(hosts: Sequence[Host]) -> None:
-    """Large packets, as fast networks have: with small ones the kernel's work for them takes cores from the ranks."""
-    for host in hosts:
-        subprocess.run(host.command("ip", "link", "set", DEVICE, "mtu", "65000"), check=True, timeout=10)
-
-
-def limit(hosts: Sequence[Host], bytes_per_s: float) -> None:
-    """Set the rate of the link each way."""
-    rate = ["rate", f"{round(bytes_per_s * 8)}bit", "burst", "1mb", "latency", "50ms"]
-    for host in hosts:
-        subprocess.run(
-            host.command("tc", "qdisc", "change", "dev", DEVICE, "root", "tbf", *rate), check=True, timeout=10
-        )
 
 
 def block_of(folder: Path, model: str, seed: int, last: int) -> Block:
@@ -141,8 +74,7 @@ def measure(block: Block, numbers: Sequence[int]) -> tuple[list[Call], float]:
         block, folders={BASELINE: block.folders[BASELINE]}, last_step={BASELINE: max(numbers)}
     )
     first = [dataclasses.replace(step, block=only_fixed, systems=(BASELINE,)) for step in steps[:2]]
-    with tempfile.TemporaryDirectory() as name, two_hosts(Path(name), rate=FREE) as hosts:
-        widen(hosts)
+    with tempfile.TemporaryDirectory() as name, host_pair(Path(name)) as hosts:
         print("link_wall: finding the rate", file=sys.stderr, flush=True)
         speed = stage_lines.link_of(run(hosts, Path(name), first, "rate"), BALANCED)[
             block.model, block.activations
@@ -204,8 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.call is not None:
         work(args.rank, args.address, args.call)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        reason = why_not(Path(folder))
+    reason = why_not()
     if reason is not None:
         print(f"link_wall: skipped, it {reason}", file=sys.stderr)
         return 0
@@ -224,6 +155,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code) if "--call" in sys.argv else sys.exit(code)  # a rank has nothing to clean up
+    leave(main())
