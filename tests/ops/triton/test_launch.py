@@ -42,6 +42,13 @@ def test_tiles_are_powers_of_two_and_cover_everything() -> None:
     assert tile(768).programs(0) == 0
 
 
+def test_a_program_has_as_many_warps_as_have_16_bytes_a_thread() -> None:
+    one = tile(1536, rows=1)
+    assert (one.columns, one.warps(torch.bfloat16), one.warps(torch.float32)) == (512, 2, 4)
+    assert tile(1024).warps(torch.float32) == 4
+    assert tile(1).warps(torch.bfloat16) == 1
+
+
 def test_grids_stay_within_what_cuda_takes() -> None:
     """First axis below 2^31 programs for 2^32 rows, second below 2^16 for the widest rows."""
     assert tile(512).programs(2**32) < 2**31

@@ -29,7 +29,7 @@ def gated_activation(
         _forward[(block.programs(rows),)](
             gate, up, out, norm_N, rows, width,
             h_N2I.stride(0), h_N2I.stride(1), out.stride(0), out.stride(1),
-            KIND=kind, ROWS=block.rows, COLUMNS=block.columns, num_warps=4,
+            KIND=kind, ROWS=block.rows, COLUMNS=block.columns, num_warps=block.warps(h_N2I.dtype),
         )  # fmt: skip
     return out
 
@@ -52,7 +52,7 @@ def gated_activation_backward(
         _backward[(block.programs(rows),)](
             dphi_NI, gate, up, scale_N.contiguous(), dgate, dup, dot_N, rows, width,
             dphi_NI.stride(0), dphi_NI.stride(1), h_N2I.stride(0), h_N2I.stride(1), dh.stride(0), dh.stride(1),
-            KIND=kind, ROWS=block.rows, COLUMNS=block.columns, num_warps=4,
+            KIND=kind, ROWS=block.rows, COLUMNS=block.columns, num_warps=block.warps(h_N2I.dtype),
         )  # fmt: skip
     return dh, dphi_NI, dot_N
 

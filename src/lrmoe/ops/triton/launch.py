@@ -21,6 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST_CAPABILITY = (8, 0)  # of the GPU: below, bf16 is not in hardware
 _LEAST_COLUMNS, _MOST_COLUMNS = 16, 1024
 _MOST_ROWS = 32
+_WARP_BYTES = 32 * 16
 
 
 @functools.cache
@@ -118,7 +119,12 @@ class Tile:
         """Tiles that cover so many columns."""
         return -(-width // self.columns)
 
+    def warps(self, dtype: torch.dtype) -> int:
+        """Warps of a program: each thread has at least 16 bytes of the tile, one load, until there are four."""
+        return max(1, min(4, self.rows * self.columns * dtype.itemsize // _WARP_BYTES))
 
+
+@functools.lru_cache(maxsize=256)
 def tile(width: int, *, rows: int = _MOST_ROWS, elements: int = 4096) -> Tile:
     """The tile for rows of this width: at most so many rows, and so many elements.
 

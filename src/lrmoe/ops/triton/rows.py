@@ -41,7 +41,7 @@ def combine(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor |
             rows_NH, index_M.contiguous(), ends_T.contiguous(),
             None if weight_M is None else weight_M.contiguous(), out,
             hidden, rows_NH.stride(0), rows_NH.stride(1),
-            COLUMNS=block.columns, num_warps=4,
+            COLUMNS=block.columns, num_warps=block.warps(rows_NH.dtype),
         )  # fmt: skip
     return out
 
@@ -68,7 +68,7 @@ def _launch_move(
         _move[(block.programs(rows), block.parts(width))](
             source, out, index_N.contiguous(), None if scale_N is None else scale_N.contiguous(),
             rows, width, source.stride(0), source.stride(1), out.stride(0), out.stride(1),
-            GATHER=gather, ROWS=block.rows, COLUMNS=block.columns, num_warps=4,
+            GATHER=gather, ROWS=block.rows, COLUMNS=block.columns, num_warps=block.warps(source.dtype),
         )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def _reduced(rows: Tensor, *, squares: bool) -> Tensor:
     with on(rows):
         _reduce[(block.programs(count),)](
             rows, out, count, width, rows.stride(0), rows.stride(1),
-            SQUARES=squares, ROWS=block.rows, COLUMNS=block.columns, num_warps=4,
+            SQUARES=squares, ROWS=block.rows, COLUMNS=block.columns, num_warps=block.warps(rows.dtype),
         )  # fmt: skip
     return out
 
