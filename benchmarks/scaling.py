@@ -2,15 +2,18 @@
 
 One of the three is varied, the others stay (4096 tokens, 32 experts, top-4; hidden 64, width 32, fp32, drop 0.3, one
 rank). Sizes take turns in every round; a phase's time is thread CPU time on one thread, the median over rounds. An
-exponent is the slope of log time over log size by least squares. Fixed costs pull it down at small sizes, so the upper
-half of the sizes is fitted again on its own, and there no phase that takes more than 2 % of the layer at the largest
-size may be above 1.1 (0.1 for noise and for caches that no longer hold everything).
+exponent is the slope of log time over log size by least squares.
+
+Judged is the upper half of the sizes, where fixed costs do not hide growth: there the median slope between neighbouring
+sizes is at most 1.1 for the layer and for every phase that takes more than 2 % of it at the largest size (0.1 for noise
+and for caches that no longer hold everything). The median, because a step is no growth: buffers above 32 MiB, for one,
+are mapped anew by the C library in every call, which costs page faults from there on.
 
     python benchmarks/scaling.py --json
 
-Names: scaling.<tokens|experts|top_k>.exponent (the whole layer, all sizes), with the exponents of every phase, those of
-the upper half and the times in its context; .steepest_phase (of those judged, upper half). With more experts the rows
-stay the same, so what grows is work per expert.
+Names: scaling.<tokens|experts|top_k>.exponent (the whole layer, all sizes), with those of every phase and the times
+in its context; .steepest_phase, of those judged. With more experts the rows stay the same, so what grows is work per
+expert.
 
 Exit code 1: something grows faster. Expected duration on 2 cores: 1 to 3 minutes.
 """
@@ -25,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -107,11 +111,20 @@ def exponents(sizes: Sequence[int], times: PhaseTimes) -> dict[str, float]:
     return {name: exponent(sizes, values) for name, values in times.items() if min(values) > 0}
 
 
+def steepness(sizes: Sequence[int], times: Sequence[float]) -> float:
+    """Median slope of log time over log size between neighbours in the upper half of the sizes."""
+    places = list(zip(upper(sizes), upper(times), strict=True))
+    return statistics.median(exponent(*zip(*both, strict=True)) for both in pairwise(places))
+
+
 def judged(sizes: Sequence[int], times: PhaseTimes) -> dict[str, float]:
-    """Exponents over the upper half of the sizes, of the layer and of phases whose time counts."""
+    """Steepness of the layer and of the phases whose time counts."""
     least = COUNTS * times[TOTAL][-1]
-    large = {name: upper(values) for name, values in times.items() if values[-1] >= least}
-    return exponents(upper(sizes), large)
+    return {
+        name: steepness(sizes, values)
+        for name, values in times.items()
+        if values[-1] >= least and min(values) > 0
+    }
 
 
 def figures_of(
@@ -121,16 +134,14 @@ def figures_of(
     by_round: Sequence[Sequence[float]],
     context: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """The exponent of the layer's time, with all that it was made of, and the steepest phase of the upper half."""
+    """The exponent of the layer's time, with all that it was made of, and the steepest phase of those judged."""
     steep = judged(sizes, times)
     steepest = max(steep, key=lambda phase: steep[phase])
     about = {
         "spread": round(spread([exponent(sizes, layer) for layer in by_round]), 4),
         "sizes": list(sizes),
         "exponents": _rounded(exponents(sizes, times)),
-        "upper_half": _rounded(
-            exponents(upper(sizes), {phase: upper(values) for phase, values in times.items()})
-        ),
+        "steepness": _rounded({n: steepness(sizes, v) for n, v in times.items() if min(v) > 0}),
         "above_linear": _rounded({phase: value for phase, value in steep.items() if value > BOUND}),
         "ms": {phase: [round(value, 4) for value in values] for phase, values in times.items()},
     }
@@ -153,11 +164,11 @@ def show(row: Mapping[str, Any]) -> None:
     context = row["context"]
     table = Table(title=f"ms of one layer call by {row['name'].split('.')[1]}")
     table.add_column("phase")
-    for column in (*context["sizes"], "exponent", "upper half"):
+    for column in (*context["sizes"], "exponent", "steepness"):
         table.add_column(str(column), justify="right")
     for phase, times in context["ms"].items():
-        slopes = (context[half].get(phase) for half in ("exponents", "upper_half"))
-        cells = [f"{time:.2f}" for time in times] + ["-" if s is None else f"{s:.2f}" for s in slopes]
+        slopes = (context[half].get(phase) for half in ("exponents", "steepness"))
+        cells = [f"{ms:.3g}" for ms in times] + ["-" if s is None else f"{s:.2f}" for s in slopes]
         table.add_row(phase, *cells, style="bold red" if phase in context["above_linear"] else None)
     Console(stderr=True).print(table)
 

@@ -38,6 +38,14 @@ def test_the_upper_half_shows_growth_that_constants_hide(scaling: ModuleType) ->
     assert scaling.judged(SIZES, {"layer": [5000.0] * 6, "select": select})["select"] > scaling.BOUND
 
 
+def test_a_step_is_no_growth(scaling: ModuleType) -> None:
+    sizes = (*SIZES, 64)
+    step = [float(n) * (2 if n >= 16 else 1) for n in sizes]
+    assert scaling.steepness(sizes, step) == pytest.approx(1)
+    assert scaling.exponent(sizes, step) > scaling.BOUND
+    assert scaling.steepness(sizes, [float(n**2) for n in sizes]) == pytest.approx(2)
+
+
 def test_phases_that_hardly_count_are_not_judged(scaling: ModuleType) -> None:
     times = {"layer": [1e6] * 6, "select": [float(n**2) for n in SIZES]}
     assert set(scaling.judged(SIZES, times)) == {"layer"}
