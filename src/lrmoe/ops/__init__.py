@@ -5,11 +5,13 @@ Shape letters: N rows (pairs), E experts, H hidden, I expert width, T tokens, K 
 
 from lrmoe.ops.activation import ACTIVATIONS, gated_activation, gated_activation_backward
 from lrmoe.ops.grouped import grouped_mm, grouped_mm_input, grouped_mm_weight
+from lrmoe.ops.host import Reading, upload
 from lrmoe.ops.rows import abs_sums, combine, gather_rows, place_rows, row_norms
 from lrmoe.ops.workspace import Workspace
 
 __all__ = [
     "ACTIVATIONS",
+    "Reading",
     "Workspace",
     "abs_sums",
     "combine",
@@ -21,4 +23,5 @@ __all__ = [
     "grouped_mm_weight",
     "place_rows",
     "row_norms",
+    "upload",
 ]

@@ -1,18 +1,24 @@
 """Grouped matrix products over variable segments of rows: exact row counts, no padding, zeros for empty segments.
 
 Rows lie segment after segment: segment s has `counts[s]` rows and belongs to matrix s of the weight stack. Counts are
-host integers, so that no call reads a device. torch's own grouped product serves where it is exact and fast (bf16 on
-CUDA with aligned operands); elsewhere a loop over the segments that hold rows.
+host integers, so that no call reads a device. On CUDA `triton.rule` says who computes: torch's own grouped product
+where it is exact and fast (bf16 with aligned operands), or a kernel. Elsewhere a loop over the segments with rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from types import ModuleType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lrmoe.ops.host import upload
+from lrmoe.ops.triton import usable
+from lrmoe.ops.triton.rule import Product, Way, chosen
 
 _ALIGNMENT = 16  # bytes, asked of base pointers and strides by the CUDA kernel
 _MOST_ROWS = 2**31 - 1  # the CUDA kernel counts rows in 32 bits
@@ -49,7 +55,11 @@ def grouped_mm_weight(
 
     With `add` the products are added to `out` instead, which may then be wider than the rows (fp32 over bf16).
     """
-    if _fast(grad_NB, rows_NA) and fits_offsets(counts) and all(count % 8 == 0 for count in counts):
+    way = _way(grad_NB, rows_NA, counts, out.shape[2], out.shape[1], counts_fit=_whole_tiles)
+    if way == "triton":
+        found: Tensor = _kernels().grouped_mm_weight(grad_NB, rows_NA, counts, out=out, add=add)
+        return found
+    if way == "torch":
         found = _cuda_grouped(grad_NB.t(), rows_NA, counts)
         out.add_(found) if add else out.copy_(found)
     else:
@@ -75,11 +85,49 @@ def _weight_product(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None
 def _product(rows_NA: Tensor, weight_SAB: Tensor, counts: Sequence[int], out: Tensor | None) -> Tensor:
     if out is None:
         out = rows_NA.new_empty((rows_NA.shape[0], weight_SAB.shape[2]))
-    if _fast(rows_NA, weight_SAB) and fits_offsets(counts):
+    way = _way(rows_NA, weight_SAB, counts, *weight_SAB.shape[1:], counts_fit=fits_offsets)
+    if way == "triton":
+        found: Tensor = _kernels().grouped_mm(rows_NA, weight_SAB, counts, out=out)
+        return found
+    if way == "torch":
         return out.copy_(_cuda_grouped(rows_NA, weight_SAB, counts))
     for s, begin, end in _segments(counts):
         torch.mm(rows_NA[begin:end], weight_SAB[s], out=out[begin:end])
     return out
+
+
+def _way(
+    left: Tensor,
+    right: Tensor,
+    counts: Sequence[int],
+    a: int,
+    b: int,
+    *,
+    counts_fit: Callable[[Sequence[int]], bool],
+) -> Way:
+    """Who computes a product.
+
+    Args:
+        a, b: see `triton.rule.Product`. counts_fit: whether torch's grouped product takes such counts.
+    """
+    if not left.is_cuda:
+        return "loop"
+    fits = _fast(left, right) and counts_fit(counts)
+    if usable(left, right) is not None:
+        return "torch" if fits else "loop"
+    product = Product(dtype=left.dtype, rows=sum(counts), segments=len(counts), a=a, b=b, aligned=fits)
+    return chosen(product, torch.cuda.get_device_capability(left.device))
+
+
+def _kernels() -> ModuleType:
+    from lrmoe.ops.triton import grouped  # loads triton
+
+    return grouped
+
+
+def _whole_tiles(counts: Sequence[int]) -> bool:
+    """Whether segments may be summed over by torch's grouped product, whose operands then begin at aligned rows."""
+    return fits_offsets(counts) and all(count % 8 == 0 for count in counts)
 
 
 def fits_offsets(counts: Sequence[int]) -> bool:
@@ -115,5 +163,5 @@ def _strides_fit(t: Tensor) -> bool:
 
 
 def _cuda_grouped(left: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(left.device, non_blocking=True)
+    ends = upload(np.fromiter(accumulate(counts), dtype=np.int32), left.device)
     return F.grouped_mm(left, right, offs=ends)
