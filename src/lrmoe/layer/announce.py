@@ -24,8 +24,9 @@ from lrmoe.layer.controller import Controller, Moment
 from lrmoe.layer.experts import BLOCK_ROWS
 from lrmoe.layer.inputs import Inputs
 from lrmoe.layer.past import PastCalls
-from lrmoe.layer.routing import sort_pairs
+from lrmoe.layer.routing import count_keys, expert_keys, sort_keys
 from lrmoe.layer.timing import Timing
+from lrmoe.ops import Reading, upload
 from lrmoe.planning import ExpertShape, LayerPlan, Topology, get_policy, policy_info
 from lrmoe.planning.call_memory import CallSizes
 from lrmoe.planning.policies import Policy, UserPolicy
@@ -131,13 +132,16 @@ class Announcer:
         clock = PhaseClock(inputs.x_TH.device)
         with clock.phase("plan"):
             met = self._meet(inputs.x_TH.device)
-            order, counts_E = sort_pairs(inputs.ids_TK, self._topology.experts)
+            key_N = expert_keys(inputs.ids_TK, self._topology.experts)
+            counts_E = count_keys(key_N, self._topology.experts)
             told = gradients  # what plans depend on has to be the same on all ranks
             if checkpointed and self._config.memory_budget is not None:
                 told |= _CHECKPOINTED
             header = self._header(inputs, moment, told, compute_dtype)
             message = self._message(header, counts_E)
-            counts_RE, scores, tokens_R = self._gather(message, header)
+            reading = self._tell(message, header)
+            order = sort_keys(key_N, self._topology.experts)  # a device sorts while the host waits and plans
+            counts_RE, scores, tokens_R = self._hear(reading, header)
             prune = moment is not None and moment.prune and gradients > 0
             drop = self._config.max_drop if prune else 0.0
             self._controller.prices = self._prices(moment, gradients, compute_dtype, drop)
@@ -274,18 +278,21 @@ class Announcer:
     def _message(self, header: Header, counts_E: Tensor) -> Tensor:
         """int64: header, counts (E), what calls taught this rank and how long one took, as fp64 bits."""
         device = counts_E.device
-        head = torch.from_numpy(header.to_ints()).to(device, non_blocking=True)
-        timing = torch.from_numpy(self._timing.take(training=header.training > 0).view(np.int64)).to(
-            device, non_blocking=True
-        )
-        return torch.cat([head, counts_E, self._controller.learned.message(device), timing])
+        timing = self._timing.take(training=header.training > 0).view(np.int64)
+        known = upload(np.concatenate([header.to_ints(), timing]), device)
+        learned = self._controller.learned.message(device)
+        return torch.cat([known[: Header.WIDTH], counts_E, learned, known[Header.WIDTH :]])
 
-    def _gather(self, message: Tensor, header: Header) -> tuple[IntArray, ScoreHistory | None, IntArray]:
-        """All ranks' counts (R, E), past scores, ranks' tokens (R,): the forward's one host read."""
+    def _tell(self, message: Tensor, header: Header) -> Reading:
+        """All ranks' messages, on their way here: the forward's one host read."""
         self._calls += 1
         call = call_name(header.training, header.step, header.micro_batch)
         waits = f"waiting for all ranks at {call} (the layer's call {self._calls} on rank {self._comm.rank})"
-        table = self._comm.all_gather_ints(message, waits).cpu().numpy()
+        return Reading(self._comm.all_gather_ints(message, waits))
+
+    def _hear(self, reading: Reading, header: Header) -> tuple[IntArray, ScoreHistory | None, IntArray]:
+        """All ranks' counts (R, E), past scores, ranks' tokens (R,)."""
+        table = reading.wait().numpy()
         headers = HeaderTable(table[:, : Header.WIDTH])
         headers.raise_on_trouble(self._comm.rank, self._controller.layer)
         split = Header.WIDTH + self._topology.experts

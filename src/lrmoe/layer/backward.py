@@ -23,6 +23,7 @@ from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, reroute
 from lrmoe.layer.routing import Layout
 from lrmoe.layer.wire import Arrival, return_rows, send_alike, send_back, send_rows, sum_by_token
+from lrmoe.ops import upload
 from lrmoe.planning.cells import carry_stands
 from lrmoe.planning.problem import IntArray
 
@@ -228,7 +229,7 @@ def _carried_inputs(back: Back, g: Arrival, cells_RV: IntArray, token_P: Tensor)
         )
     carried_RV, mine_P = _only_carried(call, route, cells_RV)
     layout = Layout.build(carried_RV, route.starts_R, call.comm.rank, token_P.device)
-    token_P = token_P[torch.from_numpy(mine_P).to(token_P.device, non_blocking=True)]
+    token_P = token_P[upload(mine_P, token_P.device)]
     arrival = send_rows(
         call, layout, back.x_TH, token_P, [], pack="pack", travel="exchange", part="backward", buffer="inputs"
     )

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lrmoe.ops import upload
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.seats import Seats
 
@@ -135,8 +136,8 @@ class _Level:
             length_D, ends_D = left_D + right_D, np.cumsum(left_D)
             shift_D = _before(length_D) - ends_D + left_D
             yield cls(
-                left_D=_upload(left_D, device),
-                left_before_D=_upload(ends_D - left_D, device),
+                left_D=upload(left_D, device),
+                left_before_D=upload(ends_D - left_D, device),
                 node_C=_repeat(np.arange(length_D.size), length_D, device),
                 shift_C=_repeat(shift_D, length_D, device),
                 ends_C=_repeat(ends_D, length_D, device),
@@ -299,12 +300,8 @@ def _repeat(value: NDArray[np.generic], times: IntArray, device: torch.device) -
     if device.type == "cpu":  # several times faster than torch
         return torch.from_numpy(np.repeat(value, times, axis=0))
     return torch.repeat_interleave(
-        _upload(value, device), _upload(times, device), dim=0, output_size=int(times.sum())
+        upload(value, device), upload(times, device), dim=0, output_size=int(times.sum())
     )
-
-
-def _upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 def _before(length_X: IntArray) -> IntArray:

@@ -21,7 +21,7 @@ from lrmoe.layer.call import Call, KeptSet
 from lrmoe.layer.experts import Rows, Stash
 from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, kept_table, nonzero, reroute
-from lrmoe.ops import gather_rows
+from lrmoe.ops import gather_rows, upload
 from lrmoe.planning.cells import carry_stands
 from lrmoe.planning.problem import IntArray
 
@@ -79,7 +79,7 @@ def _staying(call: Call, route: Route, like_N: Tensor) -> Tensor:
     """Which of this source's pairs are kept and do not move, bool (N,), by expert."""
     assert route.source_P is not None, "a pruned call sends some of its pairs"
     stay_P = np.flatnonzero(np.repeat(~carry_stands(route.starts_R), route.cells_RV[call.comm.rank]))
-    at_P = route.source_P[torch.from_numpy(stay_P).to(like_N.device, non_blocking=True)]
+    at_P = route.source_P[upload(stay_P, like_N.device)]
     return torch.zeros_like(like_N, dtype=torch.bool).index_fill_(0, at_P, True)
 
 

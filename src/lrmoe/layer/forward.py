@@ -19,7 +19,7 @@ from lrmoe.layer.experts import Rows, experts_forward, scratch
 from lrmoe.layer.routing import Layout
 from lrmoe.layer.weights import Lease
 from lrmoe.layer.wire import return_rows, send_back, send_columns, send_rows, sum_by_token
-from lrmoe.ops import gather_rows
+from lrmoe.ops import gather_rows, upload
 from lrmoe.planning.cells import part_of_cells, ranges
 from lrmoe.planning.problem import IntArray
 
@@ -215,7 +215,7 @@ def _in_parts(
     begin_Q = np.cumsum(seats.assign_RQ[rank]) - seats.assign_RQ[rank]
     for number in range(parts):
         cells_RQ = part_of_cells(seats.assign_RQ, seats.starts_R, number, parts)
-        at = torch.from_numpy(ranges(begin_Q, cells_RQ[rank])).to(x_TH.device)
+        at = upload(ranges(begin_Q, cells_RQ[rank]), x_TH.device)
         begin_Q = begin_Q + cells_RQ[rank]
         layout = Layout.build(cells_RQ, seats.starts_R, rank, x_TH.device)
         part = _forward_part(call, x_TH, alpha_TK, pair_N[at], layout, lease)

@@ -14,17 +14,12 @@ from torch import Tensor
 
 from lrmoe.layer.asking import make_problem
 from lrmoe.layer.call import Call
+from lrmoe.layer.left_out import Loss, added_variance
 from lrmoe.layer.randomness import UNIT_BITS, offsets_of
 from lrmoe.layer.routing import transposed
 from lrmoe.layer.scores import pair_scores
-from lrmoe.layer.selection import (
-    Candidates,
-    Loss,
-    added_variance,
-    choose,
-    choose_within_share,
-    inclusion,
-)
+from lrmoe.layer.selection import Candidates, choose, choose_within_share, inclusion
+from lrmoe.ops import upload
 from lrmoe.planning import LayerPlan, get_policy, split_quota
 from lrmoe.telemetry.record import OBSERVED
 
@@ -82,7 +77,11 @@ def _select_local(call: Call, score_N: Tensor) -> Tensor:
     _learn(call, rows)
     up_E, chance_E = _rounding(call, rank)
     choice = choose_within_share(
-        call.config.estimator, call.config.score, rows, _tensor(chance_E, score_N), _tensor(up_E, score_N)
+        call.config.estimator,
+        call.config.score,
+        rows,
+        upload(chance_E, score_N.device),
+        upload(up_E, score_N.device),
     )
     _book(call, choice.loss)
     return choice.weight_M
@@ -94,13 +93,9 @@ def _candidates(
 ) -> Candidates:  # fmt: skip
     assert call.moment is not None, "only training calls prune"
     words = replace(call.controller.key(call.moment), salt=salt).words(experts)
-    return Candidates(
-        score_M=score,
-        counts_L=_tensor(counts, score),
-        quota_L=_tensor(quota, score),
-        offset_L=_tensor(offsets_of(words), score),
-        word_L=_tensor(words.view(np.int64), score),
-    )
+    numbers = upload(np.stack([counts, quota, offsets_of(words), words.view(np.int64)]), score.device)
+    counts_L, quota_L, offset_L, word_L = numbers.unbind()
+    return Candidates(score_M=score, counts_L=counts_L, quota_L=quota_L, offset_L=offset_L, word_L=word_L)
 
 
 def _share_offsets(call: Call) -> NDArray[np.int64] | None:
@@ -118,10 +113,6 @@ def _rounding(call: Call, rank: int) -> tuple[NDArray[np.int64], NDArray[np.floa
     counts, total = call.plan.counts_RE[rank], np.maximum(call.plan.counts_E, 1)
     whole, rest = np.divmod(counts * call.plan.quota_E, total)
     return whole + (rest > 0), np.where(rest > 0, rest / total, 1.0)
-
-
-def _tensor(array: NDArray[np.generic], like: Tensor) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device, non_blocking=True)
 
 
 def _learn(call: Call, rows: Candidates) -> None:
@@ -157,7 +148,7 @@ def _observe(call: Call, rows: Candidates, experts: NDArray[np.int64]) -> None:
             call.config, call.plan.counts_RE, call.plan.topology, drop, None, prices=prices
         )
         plan = get_policy(call.config.policy)(problem)
-        quota_L = _tensor(plan.quota_E[experts], rows.score_M)
+        quota_L = upload(plan.quota_E[experts], rows.score_M.device)
         chance_M = inclusion(replace(rows, quota_L=quota_L))
         pending[f"{OBSERVED}variance_added_{drop}"] = added_variance(energy_M, chance_M)
         saved_R, mean = plan.forward_load_R - plan.backward_load_R, max(plan.pairs / plan.topology.ranks, 1)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lrmoe.distributed.probe import current
 from lrmoe.layer.call import Call
+from lrmoe.ops import Reading, upload
 from lrmoe.planning.cells import between_ranks, carry_stands, part_of_cells, ranges, stands
 from lrmoe.planning.problem import IntArray
 from lrmoe.planning.transfers import transfers
@@ -64,7 +65,7 @@ class Route:
         earlier = (part_of_cells(self.cells_RV, self.starts_R, i, parts) for i in range(number))
         begin = np.cumsum(size) - size + sum(here(cells_RV) for cells_RV in earlier)
         length = here(part_of_cells(self.cells_RV, self.starts_R, number, parts))
-        return torch.from_numpy(ranges(begin, length)).to(device)
+        return upload(ranges(begin, length), device)
 
     def part(
         self, rank: int, number: int, parts: int, device: torch.device
@@ -75,7 +76,7 @@ class Route:
         done_V = sum(part_of_cells(self.cells_RV, self.starts_R, i, parts)[rank] for i in range(number))
         cells_RV = part_of_cells(self.cells_RV, self.starts_R, number, parts)
         begin_V = np.cumsum(self.cells_RV[rank]) - self.cells_RV[rank] + done_V
-        return cells_RV, torch.from_numpy(ranges(begin_V, cells_RV[rank])).to(device)
+        return cells_RV, upload(ranges(begin_V, cells_RV[rank]), device)
 
 
 def reroute(
@@ -110,7 +111,7 @@ def reroute(
     # Where forward had one seat for an expert and nothing is carried, sending order stays as it was.
     if not np.array_equal(order, np.arange(order.size)):
         begins = np.cumsum(pairs) - pairs
-        sent_P = sent_P[torch.from_numpy(ranges(begins[order], pairs[order])).to(device)]
+        sent_P = sent_P[upload(ranges(begins[order], pairs[order]), device)]
     stay_RQ, carry_RQ = (moves.table(kept_RQ.shape[0], kept_RQ.shape[1], stay=stay) for stay in (True, False))
     if again:
         stay_RQ, carry_RQ = np.zeros_like(stay_RQ), stay_RQ + carry_RQ
@@ -152,11 +153,11 @@ def kept_table(call: Call, kept_N: Tensor) -> IntArray:
     seats, comm = call.seats, call.comm
     if comm.size == 1:
         return call.plan.quota_E[seats.expert_Q][None]
-    ends = torch.from_numpy(np.cumsum(seats.assign_RQ[comm.rank])).to(kept_N.device, non_blocking=True)
+    ends = upload(np.cumsum(seats.assign_RQ[comm.rank]), kept_N.device)
     total = torch.nn.functional.pad((kept_N > 0).cumsum(0), (1, 0))[ends]
     mine_Q = torch.diff(total, prepend=total.new_zeros(1))
     call.open_call.sent("reroute", comm.sent_bytes(mine_Q.expand(comm.size, -1), [1] * comm.size))
-    return comm.all_gather_ints(mine_Q).cpu().numpy()
+    return Reading(comm.all_gather_ints(mine_Q)).wait().numpy()
 
 
 def nonzero(weight: Tensor, size: int) -> Tensor:
@@ -174,7 +175,7 @@ def _positions(call: Call, sent_P: Tensor) -> Tensor:
         return sent_P.to(torch.int32)
     seats, rank = call.seats, call.comm.rank
     blocks_RR = between_ranks(seats.assign_RQ[None], seats.starts_R)[0]
-    begin_R = torch.from_numpy(np.cumsum(np.append(0, blocks_RR[rank]))).to(sent_P.device, non_blocking=True)
-    before_R = torch.from_numpy(blocks_RR[:rank].sum(axis=0)).to(sent_P.device, non_blocking=True)
+    begin_R = upload(np.cumsum(np.append(0, blocks_RR[rank])), sent_P.device)
+    before_R = upload(blocks_RR[:rank].sum(axis=0), sent_P.device)
     block_P = torch.bucketize(sent_P, begin_R[1:], right=True)
     return (sent_P + (before_R - begin_R[:-1])[block_P]).to(torch.int32)

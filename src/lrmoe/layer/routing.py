@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.ops import upload
 from lrmoe.planning.cells import ranges
 from lrmoe.planning.problem import IntArray
 
@@ -27,11 +28,25 @@ def sort_pairs(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         order (T*K,) int64, stable; counts_E (E,) int64 on the device of the ids. The first sum(counts) entries of
         the order are the pairs that exist.
     """
+    key_N = expert_keys(ids_TK, experts)
+    return sort_keys(key_N, experts), count_keys(key_N, experts)
+
+
+def expert_keys(ids_TK: Tensor, experts: int) -> Tensor:
+    """Expert of each flat pair id, `experts` where there is none, (T*K,)."""
     flat = ids_TK.reshape(-1)
-    key = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    counts = count_classes(key, experts + 1)[:experts]
-    narrow = key.to(torch.int16) if experts < 2**15 else key
-    return torch.sort(narrow, stable=True).indices, counts
+    return torch.where((flat >= 0) & (flat < experts), flat, experts)
+
+
+def count_keys(key_N: Tensor, experts: int) -> Tensor:
+    """Pairs per expert, int64 (E,)."""
+    return count_classes(key_N, experts + 1)[:experts]
+
+
+def sort_keys(key_N: Tensor, experts: int) -> Tensor:
+    """Flat pair ids sorted by expert, int64, stable."""
+    narrow = key_N.to(torch.int16) if experts < 2**15 else key_N
+    return torch.sort(narrow, stable=True).indices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +128,7 @@ class Layout:
             send_R=np.diff(total[starts_R]).tolist(),
             receive_R=mine_RS.sum(axis=1).tolist(),
             segments_S=mine_RS.sum(axis=0).tolist(),
-            row_M=None if alone else torch.from_numpy(expert_order(mine_RS)).to(device, non_blocking=True),
+            row_M=None if alone else upload(expert_order(mine_RS), device),
         )
 
     def to_received(self, value_M: Tensor) -> Tensor:

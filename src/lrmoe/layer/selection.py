@@ -12,12 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from lrmoe.layer.left_out import Loss, costs_of, inverse_of, loss_of
 from lrmoe.layer.randomness import UNIT, UNIT_BITS, uniform_rows
-from lrmoe.layer.scores import broken_rows, finite_scores
 from lrmoe.layer.single import (
     BROKEN,
     FLOOR,
@@ -26,10 +27,13 @@ from lrmoe.layer.single import (
     inclusion_of_each,
     sample_of_each,
 )
+from lrmoe.ops.triton import usable
+from lrmoe.ops.triton.rule import SELECT_ROWS, Units
 
 _RUN_ROWS = 8192  # rows of the experts that a CPU looks at together: what lies between stays in its cache
 _LARGE_ROWS = 4096  # rows of an expert that are a run alone
 _EACH_ROWS = 128  # rows an expert from which on a CPU is faster one expert after the other
+_UNITS = Units(unit_bits=UNIT_BITS, score_bits=SCORE_BITS, broken=BROKEN, floor=FLOOR)
 _UNREAD_ROUNDS = 4  # rounds between two looks at a device: one more than needed changes nothing
 
 
@@ -63,21 +67,6 @@ class Candidates:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Loss:
-    """What a choice leaves out: fp64 scalars, sums over candidates of squared scores; int64 `nonfinite`.
-
-    Attributes:
-        energy: of all. dropped: of what is left out. variance: added, the sum of (1/pi - 1) R, 0 where nothing is
-            random. nonfinite: candidates of non-finite score.
-    """
-
-    energy: Tensor
-    dropped: Tensor
-    variance: Tensor
-    nonfinite: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
     """The kept rows: fp32 (M,), factor of a kept row's gradient, 0 where the row is left out; and what that costs."""
 
@@ -90,15 +79,28 @@ def keep_top(rows: Candidates, *, uniform: bool = False) -> Choice:
 
     Non-finite scores come first. With `uniform` counter-based uniform numbers replace the scores.
     """
+    score = _uniform(rows) if uniform else rows.score_M
+    if (kernels := _kernels(rows)) is not None:
+        weight, costs_L4 = kernels.keep_top(score, rows.counts_L, rows.quota_L)
+        costs = costs_of(rows.score_M, weight > 0, None) if uniform else costs_L4.sum(0)
+        return Choice(weight_M=weight, loss=loss_of([costs]))
     expert = rows.expert_M
-    position = torch.arange(expert.shape[0], device=expert.device) - rows.start_L[expert]
-    score = uniform_rows(rows.word_L[expert], position) if uniform else rows.score_M
     score = torch.where(score.isfinite(), score, torch.inf)
     by_score = torch.sort(score, descending=True, stable=True).indices
     by_expert = by_score[torch.sort(expert[by_score], stable=True).indices]
     weight = torch.zeros_like(score, dtype=torch.float32)
-    weight[by_expert] = (position < rows.quota_L[expert]).float()
-    return Choice(weight_M=weight, loss=_loss([_costs(rows.score_M, weight > 0, None)]))
+    weight[by_expert] = (_position(rows, expert) < rows.quota_L[expert]).float()
+    return Choice(weight_M=weight, loss=loss_of([costs_of(rows.score_M, weight > 0, None)]))
+
+
+def _position(rows: Candidates, expert_M: Tensor) -> Tensor:
+    """Each row's number in its expert, from 0, int64 (M,)."""
+    return torch.arange(expert_M.shape[0], device=expert_M.device) - rows.start_L[expert_M]
+
+
+def _uniform(rows: Candidates) -> Tensor:
+    expert = rows.expert_M
+    return uniform_rows(rows.word_L[expert], _position(rows, expert))
 
 
 def keep_sampled(rows: Candidates) -> Choice:
@@ -106,14 +108,26 @@ def keep_sampled(rows: Candidates) -> Choice:
 
     pi = min(1, c * score) with sum pi = q (Horvitz-Thompson weights make every gradient unbiased).
     """
+    if (kernels := _kernels(rows)) is not None:
+        found = kernels.keep_sampled(rows.score_M, rows.counts_L, rows.quota_L, rows.offset_L, _UNITS)
+        return Choice(weight_M=found[0], loss=loss_of([found[1].sum(0)]))
     weight, costs = torch.empty_like(rows.score_M), [rows.score_M.new_zeros(4, dtype=torch.float64)]
     for part, at in _runs(rows):
         chance = _inclusion(part)
         kept = _sample(part, chance)
-        inverse = _inverse(chance)
-        costs.append(_costs(part.score_M, kept, inverse))
+        inverse = inverse_of(chance)
+        costs.append(costs_of(part.score_M, kept, inverse))
         weight[at] = inverse.mul_(kept)
-    return Choice(weight_M=weight, loss=_loss(costs))
+    return Choice(weight_M=weight, loss=loss_of(costs))
+
+
+def _kernels(rows: Candidates) -> ModuleType | None:
+    """Kernels that choose the same rows in one launch, or None where they are not used."""
+    if not rows.score_M.is_cuda or rows.score_M.shape[0] > SELECT_ROWS or usable(rows.score_M) is not None:
+        return None
+    from lrmoe.ops.triton import select  # loads triton
+
+    return select
 
 
 def _sample(rows: Candidates, chance_M: Tensor) -> Tensor:
@@ -122,11 +136,6 @@ def _sample(rows: Candidates, chance_M: Tensor) -> Tensor:
         return systematic(rows, chance_M)
     kept_M = sample_of_each(chance_M.numpy(), rows.counts_L.tolist(), rows.offset_L.tolist())
     return torch.from_numpy(kept_M)
-
-
-def _inverse(chance_M: Tensor) -> Tensor:
-    """1/pi, fp64 (M,), from whole numbers of units."""
-    return chance_M.clamp(min=1).double().reciprocal_().mul_(UNIT)
 
 
 def _runs(rows: Candidates) -> Iterator[tuple[Candidates, slice]]:
@@ -199,6 +208,8 @@ def inclusion(rows: Candidates) -> Tensor:
     Rows that reach 1 are fixed there and the constant is found again for the rest, until stable. Rows of non-finite
     score are kept for certain where the quota holds them all.
     """
+    if (kernels := _kernels(rows)) is not None:
+        return kernels.inclusion(rows.score_M, rows.counts_L, rows.quota_L, _UNITS)
     chance = torch.empty_like(rows.score_M, dtype=torch.int64)
     for part, at in _runs(rows):
         chance[at] = _inclusion(part)
@@ -313,35 +324,6 @@ def choose_within_share(
     down = inclusion(replace(rows, quota_L=(share_up_L - 1).clamp(min=0))).double()
     f = chance_up_L[rows.expert_M]
     chance = torch.where(f > 0, f * up + (1 - f) * down, up)
-    inverse = _inverse(chance.round().long())
-    costs = _costs(rows.score_M, kept, inverse)
-    return Choice(weight_M=inverse.mul_(kept).float(), loss=_loss([costs]))
-
-
-def _costs(score_M: Tensor, kept_M: Tensor, inverse_M: Tensor | None) -> Tensor:
-    """Energy, what is left out of it, added variance and non-finite scores of some rows, fp64 (4,).
-
-    Args:
-        kept_M: bool or 0 and 1. inverse_M: 1/pi, fp64 (M,), where the choice was random.
-    """
-    broken = broken_rows(score_M)
-    energy = finite_scores(score_M, broken).double().square_()
-    dropped = torch.addcmul(energy, energy, kept_M.double(), value=-1)  # 0 of kept rows, exactly
-    none = energy.new_zeros(())
-    variance = none if inverse_M is None else _variance(energy, inverse_M)
-    nonfinite = none if broken is None else broken.sum().double()
-    return torch.stack([energy.sum(), dropped.sum(), variance, nonfinite])
-
-
-def _loss(costs: list[Tensor]) -> Loss:
-    energy, dropped, variance, nonfinite = torch.stack(costs).sum(0).unbind()
-    return Loss(energy=energy, dropped=dropped.clamp(min=0), variance=variance, nonfinite=nonfinite.long())
-
-
-def added_variance(energy_M: Tensor, chance_M: Tensor) -> Tensor:
-    """Sum of (1/pi - 1) R, fp64 scalar: exact for independent draws."""
-    return _variance(energy_M, _inverse(chance_M))
-
-
-def _variance(energy_M: Tensor, inverse_M: Tensor) -> Tensor:
-    return (inverse_M - 1).mul_(energy_M).sum()
+    inverse = inverse_of(chance.round().long())
+    costs = costs_of(rows.score_M, kept, inverse)
+    return Choice(weight_M=inverse.mul_(kept).float(), loss=loss_of([costs]))

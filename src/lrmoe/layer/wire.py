@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from lrmoe.layer.call import Call
 from lrmoe.layer.choice import unique_rows
 from lrmoe.layer.experts import Rows, scratch
 from lrmoe.layer.routing import Layout, group_entries, token_entries
-from lrmoe.ops import combine, gather_rows
+from lrmoe.ops import Reading, combine, gather_rows, upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,19 +213,19 @@ def _lean_rows(call: Call, layout: Layout, token_N: Tensor, tokens: int, travel:
     announced = comm.sent_bytes(found.rows_R, one_each)
     call.open_call.sent(travel, announced)
     call.open_call.record.bytes_saved_lean -= announced
-    send_R, receive_R = torch.stack([found.rows_R, coming_R]).cpu().tolist()
+    send_R, receive_R = Reading(torch.stack([found.rows_R, coming_R])).wait().tolist()
     return LeanRows(token_U=found.token_U, send_R=send_R, receive_R=receive_R, row_N=found.row_N)
 
 
 def _absolute(row_M: Tensor, layout: Layout, lean: LeanRows) -> Tensor:
     """Rows inside each source's block, as rows of the whole received buffer, int64."""
-    before = torch.tensor(lean.receive_R, dtype=torch.int64).cumsum(0) - torch.tensor(lean.receive_R)
-    base_M = layout.to_seats(_repeat(before.to(row_M.device), layout.receive_R))
+    before = np.cumsum(lean.receive_R) - lean.receive_R
+    base_M = layout.to_seats(_repeat(upload(before, row_M.device), layout.receive_R))
     return row_M.long() + base_M
 
 
 def _repeat(values_R: Tensor, counts_R: Sequence[int]) -> Tensor:
-    counts = torch.tensor(list(counts_R), dtype=torch.int64).to(values_R.device, non_blocking=True)
+    counts = upload(np.asarray(counts_R, dtype=np.int64), values_R.device)
     return values_R.repeat_interleave(counts, output_size=sum(counts_R))
 
 
