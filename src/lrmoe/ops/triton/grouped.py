@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lrmoe.ops.host import upload
-from lrmoe.ops.triton.launch import on
+from lrmoe.ops.triton.launch import interpreted, on
 from lrmoe.ops.triton.rule import Product, Tiles, tiles
 
 _INTERPRETED_PROGRAMS = 3  # fewer than tiles, so that programs take several
@@ -128,7 +128,7 @@ def _precision(like: Tensor) -> str:
 
 def _wide(like: Tensor) -> bool:
     """Whether factors are widened first: the interpreter multiplies the bits of bf16 as integers."""
-    return not like.is_cuda and like.dtype == torch.bfloat16
+    return like.dtype == torch.bfloat16 and interpreted()
 
 
 @triton.jit

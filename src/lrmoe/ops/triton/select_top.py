@@ -38,12 +38,10 @@ def _threshold(
         for at in range(begin, end, BLOCK):
             _, inside, _, _, key = load_scores(score_ptr, at, end, BLOCK)
             if level == 0:
-                digit = (key >> 24) + 128
-                count += tl.histogram(digit, 256, mask=inside)
+                count += tl.histogram((key >> 24) + 128, 256, mask=inside)
             else:
-                digit = (key >> (24 - 8 * level)) & 255
                 alike = inside & ((key >> (32 - 8 * level)) == high.to(tl.int32))
-                count += tl.histogram(digit, 256, mask=alike)
+                count += tl.histogram((key >> (24 - 8 * level)) & 255, 256, mask=alike)
         from_here = tl.sum(count, 0) - tl.cumsum(count, 0) + count
         digit = tl.max(tl.where(from_here >= left, digits, 0), 0)
         left -= tl.sum(tl.where(digits > digit, count, 0), 0)
