@@ -141,6 +141,21 @@ def test_grouped_products_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has none" in paths._grouped("cpu", torch.float32).text
 
 
+def test_triton_kernels_are_tried_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(paths, "missing", lambda: None)
+    assert paths._triton().text == "not taken: there is no CUDA device"
+    monkeypatch.setattr(paths, "missing", lambda: "triton cannot be imported")
+    assert paths._triton().text == "not taken: triton cannot be imported"
+    troubles: dict[str, str | None] = {"cuda:0": None, "cuda:1": "no compiler"}
+    monkeypatch.setattr(torch, "empty", lambda *_, device: device)
+    monkeypatch.setattr(paths, "usable", troubles.get)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert (paths._triton().state, paths._triton().text) == ("no", "not taken: no compiler")
+    troubles["cuda:1"] = None
+    assert paths._triton().state == "ok"
+
+
 def test_a_folder_of_a_supported_model(tmp_path: Path) -> None:
     config_of("qwen3").save_pretrained(tmp_path)
     for place in (tmp_path, tmp_path / "config.json"):

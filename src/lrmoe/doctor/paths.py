@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lrmoe.doctor.finding import Finding
-from lrmoe.doctor.machine import installed
+from lrmoe.ops.triton import missing, usable
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NOT_TAKEN = "not taken: "
@@ -61,9 +61,14 @@ def _try_grouped(device: str, dtype: torch.dtype) -> str | None:
 
 
 def _triton() -> Finding:
-    there = installed("triton")
-    text = "this version of lrmoe has no Triton kernels" + ("" if there else "; triton is not installed")
-    return Finding(area="fast paths", name="triton", state="no", text=text)
+    """lrmoe's Triton kernels, tried on every CUDA device."""
+    devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    troubles = [usable(torch.empty(0, device=device)) for device in devices]
+    trouble = next(filter(None, troubles or [missing() or "there is no CUDA device"]), None)
+    if trouble is not None:
+        return Finding(area="fast paths", name="triton", state="no", text=f"{_NOT_TAKEN}{trouble}")
+    text = "taken between products on CUDA: lrmoe's kernels compile here and give right numbers"
+    return Finding(area="fast paths", name="triton", state="ok", text=text)
 
 
 def _peers() -> Finding:
