@@ -6,10 +6,14 @@ micro-batches in flight; through MoELayer, and through `enable` on an experts mo
 has a fault (a wrong type, shape or value) and must be refused by an error that names the field. Answers are compared
 with the plain float64 loop over experts, gradients with the same loop pruned to the kept set.
 
+One call in five is made over several ranks, each a process with its own number of tokens; fuzz_ranks.py says how.
+
     python benchmarks/fuzz.py --json
     python benchmarks/fuzz.py --calls 10000
+    python benchmarks/fuzz.py --calls 1000 --ranks 4
 
-Names: fuzz.calls, fuzz.failures: distinct failures (exit code 1 if any).
+Names: fuzz.calls, fuzz.failures: distinct failures (exit code 1 if any); their context says how many calls were made on
+how many ranks.
 
 Expected duration on 2 cores: 1 to 3 minutes for 1,000 calls, 10 to 25 for 10,000.
 """
@@ -36,8 +40,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 
-from lrmoe.errors import InfeasibleError
+from lrmoe.errors import InfeasibleError, LRMoEError
 from lrmoe.telemetry import figure
+from lrmoe.training.launch import run_workers
 
 ROUND = 250  # calls between two looks at what was found; each round has a seed of its own
 LIMIT_S = 20.0
@@ -93,14 +98,14 @@ class Fuzz:
     def __init__(
         self,
         *,
-        check: Callable[[FuzzCall], None] = check,
-        drawn: SearchStrategy[FuzzCall] | None = None,
+        check: Callable[[Any], None] = check,
+        drawn: SearchStrategy[Any] | None = None,
     ) -> None:
         self.calls = 0
         self.failures: dict[str, str] = {}
         self._check = check
         self._drawn = calls(faults=tuple(FAULTS)) if drawn is None else drawn
-        self._example: FuzzCall | None = None
+        self._example: Any = None
 
     def run(self, number: int, random_seed: int, progress: Callable[[str], None]) -> None:
         """At least `number` calls, unless too much fails."""
@@ -113,7 +118,7 @@ class Fuzz:
     def _round(self, number: int, round_seed: int) -> None:
         """One round; of a failure hypothesis looks for the smallest example, and the round ends."""
 
-        def one(call: FuzzCall) -> None:
+        def one(call: Any) -> None:
             self._example = call
             self._check(call)
             self.calls += 1
@@ -141,6 +146,16 @@ class Fuzz:
         self.failures.setdefault(f"{kind}: {str(error)[:60]}", f"{self._example!r}\n{text}")
 
 
+def over_ranks(ranks: int, number: int, random_seed: int) -> tuple[int, dict[str, str]]:
+    """Calls over several ranks, in new processes: how many were made, and what failed."""
+    try:
+        results = run_workers("fuzz_ranks:work", ranks, (number, random_seed))
+    except LRMoEError as error:  # they ended before their answers could be judged
+        return number, {f"{type(error).__name__}: {str(error)[:60]}": traceback.format_exc()}
+    made, failures = results[0]
+    return made, failures
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
     parser = argparse.ArgumentParser(
@@ -149,20 +164,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calls", type=int, default=1_000, help="how many calls to make (default 1000)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="of one call in five; 1 makes all on one rank (default 2)"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     console = Console(stderr=True)
     fuzz = Fuzz()
-    fuzz.run(args.calls, args.seed, console.print)
-    for kind, example in fuzz.failures.items():
+    together = args.calls // 5 if args.ranks > 1 else 0
+    fuzz.run(args.calls - together, args.seed, console.print)
+    made, failures = {1: fuzz.calls}, dict(fuzz.failures)
+    if together:
+        made[args.ranks], more = over_ranks(args.ranks, together, args.seed)
+        failures |= {f"{args.ranks} ranks: {kind}": example for kind, example in more.items()}
+    for kind, example in failures.items():
         console.print(f"FAILED {kind}\n{example}", markup=False, highlight=False, soft_wrap=True)
-    context: dict[str, Any] = {"seed": args.seed}
+    context: dict[str, Any] = {
+        "seed": args.seed,
+        "calls_by_ranks": {str(ranks): calls for ranks, calls in made.items()},
+    }
     for row in (
-        figure("fuzz.calls", fuzz.calls, "calls", "higher", **context),
-        figure("fuzz.failures", len(fuzz.failures), "failures", "lower", **context),
+        figure("fuzz.calls", sum(made.values()), "calls", "higher", **context),
+        figure("fuzz.failures", len(failures), "failures", "lower", **context),
     ):
         print(json.dumps(row) if args.json else f"{row['name']:16} {row['value']}")
-    return int(bool(fuzz.failures))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
+from lrmoe.distributed.sharded import Cuts, cut_experts
+from lrmoe.planning.shards import expert_cuts
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
@@ -116,12 +118,75 @@ class FuzzCall:
         return self.made not in ("evaluation", "no_grad", "inference_mode")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RanksCall:
+    """One drawn call over several ranks.
+
+    Attributes:
+        call: of all ranks together; a fault is that of one of them. sizes: tokens of each rank.
+        odd: the rank that has the fault or is different. differs: "" or in what (fuzz_ranks).
+    """
+
+    call: FuzzCall
+    sizes: tuple[int, ...]
+    odd: int = 0
+    differs: str = ""
+
+    @property
+    def tokens(self) -> list[slice]:
+        """Of all ranks' tokens, each one's."""
+        ends = [sum(self.sizes[: rank + 1]) for rank in range(len(self.sizes))]
+        return [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+
+    @property
+    def shared(self) -> FuzzCall:
+        """The call with budgets in bytes: of a rank's own size, and the same on all."""
+        each = replace(self.call, tokens=max(self.sizes), experts=self.call.experts // len(self.sizes))
+        config = tuple((name, getattr(each.settings, name)) for name, _ in self.call.config)
+        return replace(self.call, config=config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one of several ranks has of a call.
+
+    Attributes:
+        tokens: of all ranks' tokens, the rank's. rank, ranks: which of how many.
+        cuts: of the projections where the rank has a part of every expert; None where it has whole ones.
+    """
+
+    tokens: slice = field(default_factory=lambda: slice(None))
+    rank: int = 0
+    ranks: int = 1
+    cuts: Cuts | None = None
+
+    @classmethod
+    def of(cls, call: FuzzCall, tokens: slice, rank: int, ranks: int) -> Part:
+        """The part in the call's storage."""
+        sharded = dict(call.config).get("storage") == "sharded"
+        cuts = expert_cuts(call.hidden, call.width, ranks) if sharded else None
+        return cls(tokens=tokens, rank=rank, ranks=ranks, cuts=cuts)
+
+    def tensors(self, case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Hidden states, routing weights and projections that the rank gives its layer."""
+        experts = (case.gate_up, case.down)
+        if self.cuts is None:
+            each = case.num_experts // self.ranks
+            held = [whole[self.rank * each : (self.rank + 1) * each] for whole in experts]
+        else:
+            held = [cut_experts(whole, cut, self.rank) for whole, cut in zip(experts, self.cuts, strict=True)]
+        return case.hidden[self.tokens], case.weights[self.tokens], held[0], held[1]
+
+
+WHOLE = Part()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Given:
-    """Tensors of one micro-batch as the layer gets them, in their dtypes and layouts, and what must arrive at them.
+    """Tensors of one micro-batch as a rank's layer gets them, in their dtypes and layouts, and what arrives at them.
 
-    `case` holds the same values in plain layout, padding not yet taken out. `views` are by the reference's gradient
-    names; gradients are read from them.
+    `case` holds the values of all ranks in plain layout, padding not yet taken out. `views` are by the reference's
+    gradient names; gradients are read from them.
     """
 
     case: Case
@@ -131,10 +196,10 @@ class Given:
     grad: Tensor = field(repr=False)
 
 
-def give(call: FuzzCall, number: int) -> Given:
+def give(call: FuzzCall, number: int, part: Part = WHOLE) -> Given:
     """The tensors of micro-batch `number`."""
-    case = _values(call, number)
-    names = zip(GRADS, (case.hidden, case.weights, case.gate_up, case.down), strict=True)
+    case, mask = _values(call, number), _mask(call, number)
+    names = zip(GRADS, part.tensors(case), strict=True)
     layouts = dict(zip(GRADS, (*call.layouts[:3], call.layouts[2]), strict=True))
     views = {}
     for name, value in names:
@@ -145,9 +210,9 @@ def give(call: FuzzCall, number: int) -> Given:
     return Given(
         case=case,
         views=views,
-        ids=case.ids.to(ID_DTYPES[call.ids]),
-        mask=_mask(call, number),
-        grad=LAYOUTS[call.layouts[3]](case.grad_out),
+        ids=case.ids[part.tokens].to(ID_DTYPES[call.ids]),
+        mask=None if mask is None else mask[part.tokens],
+        grad=LAYOUTS[call.layouts[3]](case.grad_out[part.tokens]),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from fuzz_calls import DTYPES, FILLS, ID_DTYPES, LAYOUTS, PASSES, ROWS, STRANGE_IDS, FuzzCall
+from fuzz_calls import DTYPES, FILLS, ID_DTYPES, LAYOUTS, PASSES, ROWS, STRANGE_IDS, FuzzCall, RanksCall
 from hypothesis import strategies as st
 from tests.reference import GRADS
 
@@ -21,7 +22,7 @@ def calls(draw: st.DrawFn, faults: tuple[str, ...] = ()) -> FuzzCall:
     sizes = _sizes(draw)
     config = draw(configs())
     entry = draw(st.sampled_from(["layer", "layer", "layer", "enable"]))
-    fault = draw(st.sampled_from(["", "", "", "", "fault"])) and draw(st.sampled_from(faults))
+    fault = draw(st.sampled_from(["", "", "", "", "fault"])) and draw(st.sampled_from(faults or ("",)))
     made = draw(st.sampled_from(["plain"] * 4 + list(PASSES)))
     nobody = draw(st.sampled_from(["none", "none", *STRANGE_IDS]))
     return FuzzCall(
@@ -46,6 +47,38 @@ def calls(draw: st.DrawFn, faults: tuple[str, ...] = ()) -> FuzzCall:
         step=draw(st.sampled_from([0, 0, 1, 5])),
         config=tuple(config.items()),
         fault=fault,
+    )
+
+
+@st.composite
+def rank_calls(
+    draw: st.DrawFn, ranks: int, faults: tuple[str, ...] = (), differences: tuple[str, ...] = ()
+) -> RanksCall:
+    """Any call over several ranks; in one of five something is wrong on one of them, or other than on the rest."""
+    sizes = tuple(draw(st.lists(st.sampled_from(_TOKENS), min_size=ranks, max_size=ranks)))
+    call = draw(calls())
+    experts = ranks * draw(st.sampled_from([1, 2, 4]))
+    config = dict(call.config)
+    if not any("budget" in name for name in config):
+        config["storage"] = draw(st.sampled_from(["owned", "owned", "owned", "sharded"]))
+    config["lean_wire"] = draw(st.sampled_from(["auto", "auto", False]))
+    wrong = draw(st.sampled_from(["", "", "", "", "", "", "", "fault", "difference"]))
+    call = replace(
+        call,
+        entry="layer",
+        tokens=sum(sizes),
+        experts=experts,
+        top_k=min(call.top_k, experts),
+        config=tuple((name, value) for name, value in config.items() if value != getattr(_DEFAULTS, name)),
+        fault=draw(st.sampled_from(faults)) if wrong == "fault" else "",
+    )
+    if wrong == "difference":
+        call = replace(call, made="plain", autocast="", needs=GRADS)  # so that it is one
+    return RanksCall(
+        call=call,
+        sizes=sizes,
+        odd=draw(st.integers(0, ranks - 1)),
+        differs=draw(st.sampled_from(differences)) if wrong == "difference" else "",
     )
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from fuzz_calls import FuzzCall, give
+from fuzz_calls import FuzzCall, Given, give
 from fuzz_run import WrongError
 from tests.reference import GRADS
 
@@ -170,11 +170,15 @@ def _make(call: FuzzCall, fault: Fault) -> None:
     if fault.where == "layer":
         arguments[fault.of] = fault.change(None)
     layer = MoELayer(**arguments)
-    one = give(call, 0)
+    layer(**arguments_of(give(call, 0), fault), training=call.trains)
+
+
+def arguments_of(one: Given, fault: Fault | None) -> dict[str, Any]:
+    """What a layer is called with, one of it wrong where a fault says so."""
     hidden, weights, gate_up, down = (one.views[n] for n in GRADS)
     given: dict[str, Any] = dict(zip(_TENSORS, (hidden, one.ids, weights, gate_up, down), strict=True))
     given["padding_mask"] = one.mask
-    if fault.where == "call":
+    if fault is not None and fault.where == "call":
         of = one.ids[:, 0] if fault.of == "padding_mask" else given[fault.of]
         given[fault.of] = fault.change(of)
-    layer(**given, training=call.trains)
+    return given

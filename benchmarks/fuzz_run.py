@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from fuzz_calls import DTYPES, FuzzCall, Given
 from tests.reference import GRADS
 from torch import Tensor, nn
@@ -59,10 +60,20 @@ def kept_sets() -> Iterator[KeptSets]:
         yield found
 
 
-def run(call: FuzzCall, given: list[Given]) -> list[Outcome]:
-    """All forwards, then all backwards in the order drawn."""
+def run(
+    call: FuzzCall,
+    given: list[Given],
+    group: dist.ProcessGroup | None = None,
+    before: Callable[[MoELayer], None] = lambda layer: None,
+) -> list[Outcome]:
+    """All forwards, then all backwards in the order drawn.
+
+    Args:
+        group: of the ranks that make the call together. before: is called with the layer when there is one.
+    """
     with contextlib.ExitStack() as stack:
-        forward, layer = _enabled(call, stack) if call.entry == "enable" else _bare(call)
+        forward, layer = _enabled(call, stack) if call.entry == "enable" else _bare(call, group)
+        before(layer)
         outs, records = [], []
         for one in given:
             outs.append(_forward(call, forward, one))
@@ -93,7 +104,7 @@ def _backward(call: FuzzCall, one: Given, out: Tensor) -> None:
             raise WrongError(f"{name}: a second backward through a retained graph gives another gradient")
 
 
-def _bare(call: FuzzCall) -> tuple[Forward, MoELayer]:
+def _bare(call: FuzzCall, group: dist.ProcessGroup | None) -> tuple[Forward, MoELayer]:
     clock = StepClock()
     for _ in range(call.step):
         clock.advance()
@@ -103,13 +114,14 @@ def _bare(call: FuzzCall) -> tuple[Forward, MoELayer]:
         intermediate_size=call.width,
         config=call.settings,
         activation=call.activation,
+        group=group,
         clock=clock,
     )
 
     def forward(hidden: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, one: Given) -> Tensor:
-        ids = one.ids
-        if call.batched and call.tokens % 2 == 0:
-            hidden, ids, weights = (t.unflatten(0, (2, call.tokens // 2)) for t in (hidden, ids, weights))
+        ids, tokens = one.ids, one.ids.shape[0]
+        if call.batched and tokens % 2 == 0:
+            hidden, ids, weights = (t.unflatten(0, (2, tokens // 2)) for t in (hidden, ids, weights))
         return layer(hidden, ids, weights, gate_up, down, training=call.trains, padding_mask=one.mask)
 
     return forward, layer

@@ -9,6 +9,7 @@ Shape letters: T tokens, K experts per token, E experts, H hidden, I expert widt
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -41,12 +42,18 @@ def judge(call: FuzzCall) -> None:
         compare(call, one, outcome, kept)
 
 
-def compare(call: FuzzCall, given: Given, outcome: Outcome, kept: KeptSets) -> None:
-    """Output, kept set and gradients of one micro-batch; WrongError names what differs."""
+def compare(
+    call: FuzzCall, given: Given, outcome: Outcome, kept: KeptSets, tokens: Sequence[slice] = ()
+) -> None:
+    """Output, kept set and gradients of one micro-batch; WrongError names what differs.
+
+    Args:
+        tokens: of each rank, where there are several.
+    """
     case, compute = _real(given), _compute(call)
     keep_TK = _keep(case, outcome.record, kept)
     if outcome.record is not None:
-        _check_kept(call, case, outcome.record, keep_TK)
+        _check_kept(call, case, outcome.record, keep_TK, tokens)
     rows_T = _broken(case.hidden) | _broken(case.weights)
     out = _clean(case, rows_T)
     exact, plain = (plain_loop(one, needs=()).out for one in (_wide(out), _computed(out, compute)))
@@ -147,7 +154,9 @@ def _keep(case: Case, record: CallRecord | None, kept: KeptSets) -> Tensor:
     return keep.view(case.ids.shape)
 
 
-def _check_kept(call: FuzzCall, case: Case, record: CallRecord, keep_TK: Tensor) -> None:
+def _check_kept(
+    call: FuzzCall, case: Case, record: CallRecord, keep_TK: Tensor, tokens: Sequence[slice]
+) -> None:
     """Quotas within cap and floor, met by the kept set; and the set follows the rule where scores are clear."""
     config, n_E = call.settings, counts(case.ids, call.experts).tolist()
     quota_E = [int(q) for q in record.quota_E]
@@ -159,16 +168,30 @@ def _check_kept(call: FuzzCall, case: Case, record: CallRecord, keep_TK: Tensor)
         raise WrongError(f"quotas {quota_E} of counts {n_E} leave out more than max_drop={config.max_drop}")
     if bool((keep_TK == 1).all()):
         return
-    kept_E = [int(((case.ids == e) & (keep_TK > 0)).sum()) for e in range(call.experts)]
+    kept_E = _kept(case, keep_TK)
     if kept_E != quota_E:
         raise WrongError(f"kept {kept_E} pairs of each expert: the quotas are {quota_E}")
     clear = _compute(call) in (torch.float64, torch.float32) and "fp16" not in call.dtypes
     sound = all(bool(t.isfinite().all()) for t in (case.hidden, case.weights, case.grad_out))
     if clear and sound and "bf16" not in call.dtypes:
-        _check_rule(config, case, quota_E, keep_TK)
+        shared = config.selection == "local" and len(tokens) > 1  # each rank chooses among its own pairs
+        for part in tokens if shared else (slice(None),):
+            mine = case.tokens(part.start, part.stop)
+            _check_rule(config, mine, _kept(mine, keep_TK[part]), keep_TK[part], rounded=int(shared))
 
 
-def _check_rule(config: LRMoEConfig, case: Case, quota_E: list[int], keep_TK: Tensor) -> None:
+def _kept(case: Case, keep_TK: Tensor) -> list[int]:
+    return [int(((case.ids == e) & (keep_TK > 0)).sum()) for e in range(case.num_experts)]
+
+
+def _check_rule(
+    config: LRMoEConfig, case: Case, quota_E: list[int], keep_TK: Tensor, *, rounded: int = 0
+) -> None:
+    """The pairs that the rule names.
+
+    Args:
+        rounded: by how much a quota may differ from what probabilities are made of: 1 where it is a rounded share.
+    """
     score_TK = scores(case, config.score)
     for expert in range(case.num_experts):
         mine = case.ids == expert
@@ -180,9 +203,13 @@ def _check_rule(config: LRMoEConfig, case: Case, quota_E: list[int], keep_TK: Te
         if not set(keep_TK.unique().tolist()) <= {0.0, 1.0}:
             raise WrongError("topk: a kept pair has a weight other than 1")
     elif bool((score_TK[case.ids >= 0] > 0).all()):
-        chance_TK = inclusion_TK(_floored(score_TK, case), case.ids, quota_E)
-        likely = (keep_TK > 0) & (chance_TK > 0.1)
-        if not torch.allclose(keep_TK[likely] * chance_TK[likely], torch.ones(()).double(), rtol=0.02):
+        least_TK, most_TK = (
+            inclusion_TK(_floored(score_TK, case), case.ids, [max(q + step, 0) for q in quota_E])
+            for step in (-rounded, rounded)
+        )
+        likely = (keep_TK > 0) & (most_TK > 0.1)
+        over, under = (keep_TK * least_TK)[likely] > 1.02, (keep_TK * most_TK)[likely] < 0.98
+        if bool((over | under).any()):
             raise WrongError("sampled: a kept pair's weight is not the inverse of its inclusion probability")
 
 

@@ -1,7 +1,8 @@
-"""The fuzz benchmark: a hundred of its calls, and that it sees what it looks for."""
+"""The fuzz benchmark: a hundred of its calls, some over two ranks, and that it sees what it looks for."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 
 from lrmoe.layer import backward, experts
+from tests.distributed.pool import Pool
+from tests.forked import forked_workers
 
 BENCHMARKS = str(Path(__file__).resolve().parents[1] / "benchmarks")
 
@@ -29,7 +33,8 @@ def fuzz() -> ModuleType:
 def test_a_hundred_calls_end_in_the_right_answer_or_a_documented_error(
     fuzz: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fuzz.main(["--json", "--calls", "100", "--seed", "6"]) == 0
+    with forked_workers():
+        assert fuzz.main(["--json", "--calls", "100", "--seed", "6"]) == 0
     found = {row["name"]: row["value"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
     assert found == {"fuzz.calls": 100, "fuzz.failures": 0}
 
@@ -113,3 +118,68 @@ def test_a_call_that_hangs_is_a_failure(fuzz: ModuleType) -> None:
     with fuzz.limited(0.05):
         pass
     time.sleep(0.1)  # the limit is gone
+
+
+@pytest.fixture
+def ranks(fuzz: ModuleType) -> ModuleType:
+    return importlib.import_module("fuzz_ranks")
+
+
+def spread(fuzz: ModuleType, **changes: Any) -> Any:
+    """A call over two ranks that prunes, the second rank with most tokens."""
+    config = {"max_drop": 0.5, "warmup_steps": 0, **changes.pop("config", {})}
+    call = fuzz.FuzzCall(tokens=17, experts=4, top_k=2, hidden=5, width=4, config=tuple(config.items()))
+    return fuzz.RanksCall(call=call, sizes=(3, 14), **changes)
+
+
+def answers(pool: Pool, drawn: Any) -> list[Any]:
+    return pool.run(answer_on_a_rank, drawn, limit_s=60)
+
+
+def answer_on_a_rank(drawn: Any) -> Any:
+    """Worker."""
+    if BENCHMARKS not in sys.path:
+        sys.path.append(BENCHMARKS)
+    return importlib.import_module("fuzz_ranks").answer(drawn, dist.get_rank(), dist.group.WORLD)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("storage", ["owned", "sharded"])
+def test_ranks_that_get_the_right_answer_together_pass_and_others_do_not(
+    fuzz: ModuleType, ranks: ModuleType, pool2: Pool, storage: str
+) -> None:
+    drawn = spread(fuzz, config={"storage": storage})
+    found = answers(pool2, drawn)
+    ranks.judge_ranks(drawn, found)
+    found[1].outcomes[0].grads["d_down"].mul_(1 + 1e-4)
+    with pytest.raises(fuzz.WrongError, match=r"^d_down"):
+        ranks.judge_ranks(drawn, found)
+
+
+@pytest.mark.distributed
+def test_what_is_wrong_on_one_rank_has_to_be_an_error_on_all(
+    fuzz: ModuleType, ranks: ModuleType, pool2: Pool
+) -> None:
+    fault = "hidden_states: another width"
+    drawn = spread(fuzz, odd=1)
+    drawn = dataclasses.replace(drawn, call=dataclasses.replace(drawn.call, fault=fault))
+    found = answers(pool2, drawn)
+    ranks.judge_ranks(drawn, found)
+    assert found[0].outcomes, "the layer goes on after it"
+    accepted = [dataclasses.replace(found[0], spoiled=None), found[1]]
+    with pytest.raises(fuzz.WrongError, match="accepted by rank 0"):
+        ranks.judge_ranks(drawn, accepted)
+    for differs in ("configuration", "mode"):
+        drawn = spread(fuzz, differs=differs)
+        found = answers(pool2, drawn)
+        ranks.judge_ranks(drawn, found)
+        with pytest.raises(fuzz.WrongError, match="rank 1 does not say"):
+            ranks.judge_ranks(drawn, [found[0], dataclasses.replace(found[1], error=None)])
+
+
+@pytest.mark.distributed
+def test_a_rank_that_waits_in_vain_has_failed(fuzz: ModuleType, ranks: ModuleType, pool2: Pool) -> None:
+    drawn = spread(fuzz)
+    first, second = answers(pool2, drawn)
+    with pytest.raises(fuzz.HangError, match=r"ranks \[1\] took more than"):
+        ranks.judge_ranks(drawn, [first, dataclasses.replace(second, slow=True)])

@@ -43,6 +43,13 @@ PRELOAD = [
 GRACE_S = 5.0  # how long the other ranks may take once one has failed
 
 
+def context() -> Any:
+    """Where processes are forked from: one server for all of this test process, which imports PRELOAD once."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(PRELOAD)
+    return found
+
+
 class PoolError(AssertionError):
     """A case failed or ran out of time on some rank; the message holds every rank's traceback."""
 
@@ -113,11 +120,10 @@ class Pool:
             return
         self.stop()
         self._starts += 1
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        forking = context()
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = forking.Pipe()
+            process = forking.Process(
                 target=_serve,
                 args=(rank, self.world_size, theirs, str(self._store()), str(self._stack(rank))),
                 daemon=True,
