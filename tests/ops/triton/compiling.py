@@ -10,7 +10,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,11 @@ def usage(kernel: Any) -> dict[str, int]:
         "spilled": found["STACK"] + found["LOCAL"],
         "load": widest(kernel.asm["ptx"], "ld"),
         "store": widest(kernel.asm["ptx"], "st"),
+        "fused_fp64": "fma.rn.f64" in kernel.asm["ptx"],
+        "tensor_cores": "wgmma" in kernel.asm["ptx"],
+        "copies": sorted(
+            set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, 0x(\d+),", kernel.asm["ptx"]))
+        ),
     }
 
 
@@ -96,8 +101,8 @@ def widest(ptx: str, operation: str) -> int:
     return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
 
 
-def main() -> None:
-    """Compile instead of launching, wherever a kernel is launched."""
+def report(cases: Iterable[tuple[str, Call]]) -> None:
+    """Compile instead of launching, wherever a kernel is launched, and print what came out."""
     driver.set_active(Hopper())
     compiled: list[Any] = []
 
@@ -105,17 +110,23 @@ def main() -> None:
         return lambda *args, **named: compiled.append(kernel.warmup(*args, grid=grid, **named))
 
     JITFunction.__getitem__ = collect
-    cases = [
-        *row_cases(torch.bfloat16),
-        *activation_cases(torch.bfloat16),
-        *((f"fp32 {name}", call) for name, call in activation_cases(torch.float32) if "backward" in name),
-        *odd_cases(),
-    ]
     for name, call in cases:
         compiled.clear()
         call()
         for kernel in compiled:
             print(json.dumps({"case": name, "kernel": kernel.name} | usage(kernel)))
+
+
+def main() -> None:
+    """All cases of kernels that work on rows."""
+    report(
+        [
+            *row_cases(torch.bfloat16),
+            *activation_cases(torch.bfloat16),
+            *((f"fp32 {name}", call) for name, call in activation_cases(torch.float32) if "backward" in name),
+            *odd_cases(),
+        ]
+    )
 
 
 if __name__ == "__main__":
