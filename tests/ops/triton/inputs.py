@@ -1,4 +1,7 @@
-"""Inputs of the kernels' tests: fresh random rows, poisoned destinations, and the device that takes them."""
+"""Inputs of the kernels' tests: fresh random rows, poisoned destinations, and the device that takes them.
+
+That is the CPU in triton's interpreter, which tests/conftest.py chooses; with `TRITON_INTERPRET=0` it is a GPU.
+"""
 
 from __future__ import annotations
 

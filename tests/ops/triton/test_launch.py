@@ -13,6 +13,7 @@ import torch
 from lrmoe import ops
 from lrmoe.ops import triton as package
 from lrmoe.ops.triton import launch, missing, off, tile, usable
+from tests.ops.triton.inputs import DEVICE
 
 SOURCES = sorted(Path(package.__file__).parent.glob("*.py"))
 
@@ -104,16 +105,16 @@ def test_a_device_is_tried_once_and_its_trouble_logged(
 
 @pytest.mark.skipif(missing() is not None, reason="triton is not installed")
 def test_the_trial_runs_a_kernel_and_looks_at_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, cpu = importlib.import_module("lrmoe.ops.triton.rows"), torch.device("cpu")
-    assert launch._trial(cpu) is None
+    rows, device = importlib.import_module("lrmoe.ops.triton.rows"), torch.device(DEVICE)
+    assert launch._trial(device) is None
     monkeypatch.setattr(rows, "row_norms", lambda rows: torch.tensor([5.0]))
-    assert launch._trial(cpu) == "wrong numbers (5.0 instead of 6.0)"
+    assert launch._trial(device) == "wrong numbers (5.0 instead of 6.0)"
 
     def broken(rows: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no compiler\nat all")
 
     monkeypatch.setattr(rows, "row_norms", broken)
-    assert launch._trial(cpu) == "RuntimeError: no compiler"
+    assert launch._trial(device) == "RuntimeError: no compiler"
 
 
 def _imports_triton(path: Path) -> bool:
