@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrmoe import ops
 from lrmoe.ops import triton as package
@@ -59,6 +60,12 @@ def test_grids_stay_within_what_cuda_takes() -> None:
 def test_cpu_tensors_and_other_dtypes_stay_with_torch() -> None:
     assert usable(torch.ones(2)) == "tensors are on cpu, kernels need cuda"
     assert usable(torch.ones(2, device="meta")) == "tensors are on meta, kernels need cuda"
+
+
+def test_a_tensor_that_only_looks_like_one_stays_with_torch() -> None:
+    with FakeTensorMode():
+        found = usable(torch.empty(2, device="cuda"))
+    assert found == "kernels read memory, which a FakeTensor may not have"
 
 
 class _Cuda:

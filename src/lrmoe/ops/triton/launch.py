@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def usable(*tensors: Tensor) -> str | None:
     for tensor in tensors:
         if not tensor.is_cuda:
             return f"tensors are on {tensor.device.type}, kernels need cuda"
+        if isinstance(tensor, Tensor) and type(tensor) not in (Tensor, Parameter):
+            return f"kernels read memory, which a {type(tensor).__name__} may not have"
         if tensor.dtype not in DTYPES:
             return f"no kernel for {str(tensor.dtype).removeprefix('torch.')}"
         if tensor.requires_grad and torch.is_grad_enabled():
