@@ -4,7 +4,7 @@ Shape letters: N rows (pairs), E experts, H hidden, I expert width, T tokens, K 
 """
 
 from lrmoe.ops.activation import ACTIVATIONS, gated_activation, gated_activation_backward
-from lrmoe.ops.grouped import grouped_mm, grouped_mm_input, grouped_mm_weight
+from lrmoe.ops.grouped import grouped_mm, grouped_mm_input, grouped_mm_weight, reads_by_index
 from lrmoe.ops.host import Reading, upload
 from lrmoe.ops.rows import abs_sums, combine, gather_rows, place_rows, row_norms
 from lrmoe.ops.workspace import Workspace
@@ -22,6 +22,7 @@ __all__ = [
     "grouped_mm_input",
     "grouped_mm_weight",
     "place_rows",
+    "reads_by_index",
     "row_norms",
     "upload",
 ]

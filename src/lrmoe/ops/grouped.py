@@ -7,7 +7,7 @@ where it is exact and fast (bf16 with aligned operands), or a kernel. Elsewhere 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from types import ModuleType
 
@@ -22,10 +22,16 @@ from lrmoe.ops.triton.rule import Product, Way, chosen
 
 _ALIGNMENT = 16  # bytes, asked of base pointers and strides by the CUDA kernel
 _MOST_ROWS = 2**31 - 1  # the CUDA kernel counts rows in 32 bits
+_NOT_BY_INDEX = "rows are packed first where no kernel reads them by index"
 
 
 def grouped_mm(
-    rows_NA: Tensor, weight_SBA: Tensor, counts: Sequence[int], *, out: Tensor | None = None
+    rows_NA: Tensor,
+    weight_SBA: Tensor,
+    counts: Sequence[int],
+    *,
+    out: Tensor | None = None,
+    index_N: Tensor | None = None,
 ) -> Tensor:
     """Forward: `out[segment s] = rows[segment s] @ weight[s].T`.
 
@@ -34,11 +40,12 @@ def grouped_mm(
         weight_SBA: (S, B, A), one matrix per segment, same dtype as the rows.
         counts: S row counts.
         out: optional (N, B) destination, rows contiguous.
+        index_N: row n is `rows[index[n]]`; only where `reads_by_index` agrees.
 
     Returns:
         (N, B), every row written.
     """
-    return _product(rows_NA, weight_SBA.transpose(1, 2), counts, out)
+    return _product(rows_NA, weight_SBA.transpose(1, 2), counts, out, index_N)
 
 
 def grouped_mm_input(
@@ -49,16 +56,26 @@ def grouped_mm_input(
 
 
 def grouped_mm_weight(
-    grad_NB: Tensor, rows_NA: Tensor, counts: Sequence[int], *, out: Tensor, add: bool = False
+    grad_NB: Tensor,
+    rows_NA: Tensor,
+    counts: Sequence[int],
+    *,
+    out: Tensor,
+    add: bool = False,
+    index_N: Tensor | None = None,
 ) -> Tensor:
     """Weight gradient: `out[s] = grad[segment s].T @ rows[segment s]`, (S, B, A); exact zeros for empty segments.
 
     With `add` the products are added to `out` instead, which may then be wider than the rows (fp32 over bf16).
+    Row n is `rows[index[n]]` where an index is given, as `reads_by_index` must allow.
     """
-    way = _way(grad_NB, rows_NA, counts, out.shape[2], out.shape[1], counts_fit=_whole_tiles)
+    way = _way(grad_NB, rows_NA, counts, out.shape[1:], sums_rows=True, gathered=index_N is not None)
     if way == "triton":
-        found: Tensor = _kernels().grouped_mm_weight(grad_NB, rows_NA, counts, out=out, add=add)
+        found: Tensor = _kernels().grouped_mm_weight(
+            grad_NB, rows_NA, counts, out=out, add=add, index_N=index_N
+        )
         return found
+    assert index_N is None, _NOT_BY_INDEX
     if way == "torch":
         found = _cuda_grouped(grad_NB.t(), rows_NA, counts)
         out.add_(found) if add else out.copy_(found)
@@ -82,13 +99,35 @@ def _weight_product(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None
         torch.mm(left, right, out=out)
 
 
-def _product(rows_NA: Tensor, weight_SAB: Tensor, counts: Sequence[int], out: Tensor | None) -> Tensor:
+def reads_by_index(
+    source: Tensor, other: Tensor, counts: Sequence[int], shape_BA: Sequence[int], *, sums_rows: bool = False
+) -> bool:
+    """Whether a product should read rows of `source` where they lie rather than be given a packed copy.
+
+    Args:
+        other: the weights (forward), or with `sums_rows` the gradient rows (weight gradient).
+        shape_BA: of one matrix.
+    """
+    if not source.is_cuda:
+        return False
+    left, right = (other, source) if sums_rows else (source, other)
+    return _way(left, right, counts, shape_BA, sums_rows=sums_rows, gathered=True) == "triton"
+
+
+def _product(
+    rows_NA: Tensor,
+    weight_SAB: Tensor,
+    counts: Sequence[int],
+    out: Tensor | None,
+    index_N: Tensor | None = None,
+) -> Tensor:
     if out is None:
-        out = rows_NA.new_empty((rows_NA.shape[0], weight_SAB.shape[2]))
-    way = _way(rows_NA, weight_SAB, counts, *weight_SAB.shape[1:], counts_fit=fits_offsets)
+        out = rows_NA.new_empty((sum(counts), weight_SAB.shape[2]))
+    way = _way(rows_NA, weight_SAB, counts, weight_SAB.shape[:0:-1], gathered=index_N is not None)
     if way == "triton":
-        found: Tensor = _kernels().grouped_mm(rows_NA, weight_SAB, counts, out=out)
+        found: Tensor = _kernels().grouped_mm(rows_NA, weight_SAB, counts, out=out, index_N=index_N)
         return found
+    assert index_N is None, _NOT_BY_INDEX
     if way == "torch":
         return out.copy_(_cuda_grouped(rows_NA, weight_SAB, counts))
     for s, begin, end in _segments(counts):
@@ -100,22 +139,27 @@ def _way(
     left: Tensor,
     right: Tensor,
     counts: Sequence[int],
-    a: int,
-    b: int,
+    shape_BA: Sequence[int],
     *,
-    counts_fit: Callable[[Sequence[int]], bool],
+    sums_rows: bool = False,
+    gathered: bool = False,
 ) -> Way:
-    """Who computes a product.
-
-    Args:
-        a, b: see `triton.rule.Product`. counts_fit: whether torch's grouped product takes such counts.
-    """
+    """Who computes a product; see `triton.rule.Product`."""
     if not left.is_cuda:
         return "loop"
-    fits = _fast(left, right) and counts_fit(counts)
+    fits = _fast(left, right) and (_whole_tiles(counts) if sums_rows else fits_offsets(counts))
     if usable(left, right) is not None:
         return "torch" if fits else "loop"
-    product = Product(dtype=left.dtype, rows=sum(counts), segments=len(counts), a=a, b=b, aligned=fits)
+    b, a = shape_BA
+    product = Product(
+        dtype=left.dtype,
+        rows=sum(counts),
+        segments=len(counts),
+        a=a,
+        b=b,
+        gathered=gathered,
+        aligned=fits,
+    )
     return chosen(product, torch.cuda.get_device_capability(left.device))
 
 

@@ -202,7 +202,8 @@ QWEN = Product(dtype=torch.bfloat16, rows=32768, segments=128, a=2048, b=1536)
         ({"dtype": torch.float16}, "triton"),
         ({"dtype": torch.float32}, "loop"),
         ({"dtype": torch.float32, "rows": 1024}, "triton"),
-        ({"dtype": torch.float32, "gathered": True}, "triton"),
+        ({"dtype": torch.float32, "gathered": True}, "loop"),
+        ({"dtype": torch.float32, "gathered": True, "rows": 1024}, "triton"),
         ({"dtype": torch.float64}, "loop"),
         ({"dtype": torch.float64, "gathered": True, "rows": 0, "segments": 0}, "loop"),
     ],
@@ -249,5 +250,68 @@ def test_the_layer_s_products_reach_the_kernels(add: bool, monkeypatch: pytest.M
     monkeypatch.setattr(ops.grouped, "_way", lambda *given, **named: (taken.append(given), "triton")[1])
     for found, wanted in zip(both(), by_torch, strict=True):
         assert_close(found, wanted.double())
-    # The weight gradient, forward, the input gradient: what is summed over (or the rows' width), and what comes out.
-    assert [given[3:] for given in taken] == [(17, 20), (17, 20), (20, 17)]
+    # The weight gradient, forward, the input gradient: width of the result and of the rows.
+    assert [tuple(given[3]) for given in taken] == [(20, 17), (20, 17), (17, 20)]
+
+
+def test_rows_are_read_by_index_where_the_rule_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, weight, grad = normal(9, 17), normal(5, 20, 17, seed=1), normal(40, 20, seed=2)
+    index = torch.arange(40, device=DEVICE) % 9
+    monkeypatch.setattr(ops.grouped, "_way", lambda *given, **named: "loop")
+    with pytest.raises(AssertionError, match="packed first"):
+        ops.grouped_mm(source, weight, COUNTS, index_N=index)
+    monkeypatch.setattr(ops.grouped, "_way", lambda *given, **named: "triton")
+    found = ops.grouped_mm(source, weight, COUNTS, index_N=index)
+    assert_close(found, plain_rows(source[index], weight.transpose(1, 2), COUNTS))
+    out = torch.empty_like(weight)
+    assert_close(
+        ops.grouped_mm_weight(grad, source, COUNTS, out=out, index_N=index),
+        plain_weights(grad, source[index], COUNTS),
+    )
+
+
+class Claims:
+    """A bf16 tensor that says it lies on a GPU."""
+
+    is_cuda, dtype, device = True, torch.bfloat16, "cuda"
+
+    def __init__(self, aligned: bool) -> None:
+        self.aligned = aligned
+
+
+@pytest.mark.parametrize(
+    ("counts", "aligned", "sums_rows", "gathered", "way"),
+    [
+        ([256, 256], True, False, False, "torch"),
+        ([256, 250], True, False, False, "torch"),
+        ([256, 250], False, False, False, "triton"),
+        ([256, 256], True, True, False, "torch"),
+        ([256, 250], True, True, False, "triton"),  # the second segment begins at no multiple of 16 bytes
+        ([256, 250], True, True, True, "triton"),
+    ],
+)
+def test_what_the_rule_is_asked(
+    counts: list[int],
+    aligned: bool,
+    sums_rows: bool,
+    gathered: bool,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    claims: Any = Claims(aligned)
+    monkeypatch.setattr(ops.grouped, "_fast", lambda *tensors: all(t.aligned for t in tensors))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(ops.grouped, "usable", lambda *tensors: None)
+    named = {"sums_rows": sums_rows, "gathered": gathered}
+    assert ops.grouped._way(claims, claims, counts, (1536, 2048), **named) == way
+    if gathered:
+        assert ops.reads_by_index(claims, claims, counts, (1536, 2048), sums_rows=sums_rows)
+    monkeypatch.setattr(ops.grouped, "usable", lambda *tensors: "switched off")
+    whole = aligned and not (sums_rows and any(count % 8 for count in counts))
+    assert ops.grouped._way(claims, claims, counts, (1536, 2048), **named) == ("torch" if whole else "loop")
+    assert not ops.reads_by_index(claims, claims, counts, (1536, 2048), sums_rows=sums_rows)
+
+
+def test_on_a_cpu_rows_are_packed() -> None:
+    rows = torch.ones(4, 4)
+    assert not ops.reads_by_index(rows, rows, [4], (4, 4))

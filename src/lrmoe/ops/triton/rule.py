@@ -56,7 +56,7 @@ def chosen(product: Product, capability: tuple[int, int]) -> Way:
     if product.dtype == torch.float64:
         return "loop"
     if product.dtype == torch.float32:
-        return "loop" if product.rows_each >= _LOOP_ROWS and not product.gathered else "triton"
+        return "loop" if product.rows_each >= _LOOP_ROWS else "triton"
     if product.dtype != torch.bfloat16 or not product.aligned or capability[0] != _HOPPER[0]:
         return "triton"
     return "triton" if product.gathered and _gather_pays(product) else "torch"
