@@ -27,6 +27,7 @@ from lrmoe.ops import (
     grouped_mm_input,
     grouped_mm_weight,
     place_rows,
+    reads_by_index,
     row_norms,
 )
 
@@ -227,7 +228,10 @@ def _block_forward(
     width = gate_up.shape[1]
     if h is None:
         h = scratch.take("h", (size, width), out)
-    grouped_mm(x.take("x", at.start, at.stop), gate_up, part, out=h)
+    if x.index_M is not None and reads_by_index(x.source, gate_up, part, gate_up.shape[1:]):
+        grouped_mm(x.source, gate_up, part, out=h, index_N=x.index_M[at])
+    else:
+        grouped_mm(x.take("x", at.start, at.stop), gate_up, part, out=h)
     if stash is not None:
         stash.add(h, seats, at)
     phi = gated_activation(h, weights.activation, out=scratch.take("phi", (size, width // 2), out))
@@ -271,8 +275,8 @@ def experts_backward(
         dh, x_rows = _block_backward(
             weights, x, h, g, scale_M[at], part, seats, at, dot=dot_M[at], grads=found, add=add
         )
-        if found[0] is not None and x_rows is not None:
-            grouped_mm_weight(dh, x_rows, part, out=found[0], add=add)
+        if found[0] is not None:
+            _first_weight_gradient(dh, x, x_rows, at, part, found[0], add)
         del x_rows
         if dx is not None:
             _input_gradient(dh, weights.of(seats)[0], part, dx, dx_index, at)
@@ -294,10 +298,13 @@ def _block_backward(
     grads: tuple[Tensor | None, Tensor | None],
     add: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """One block as far as the gradient at the first projection, and its inputs; the rest of its scratch ends here."""
+    """One block as far as the gradient at the first projection, and its inputs where they are there; the rest of its
+    scratch ends here.
+    """
     gate_up, down = weights.of(seats)
     g_rows, scale, early = _prescaled(g.take("g", at.start, at.stop), scale)
-    x_rows = x.take("x", at.start, at.stop) if grads[0] is not None or h is None else None
+    packs = h is None or (grads[0] is not None and _packs_early(x))
+    x_rows = x.take("x", at.start, at.stop) if packs else None
     h_rows = _hidden(gate_up, x_rows, h, at, part)
     dphi = scratch.take("dphi", (g_rows.shape[0], down.shape[2]), g_rows)
     grouped_mm_input(g_rows, down, part, out=dphi)
@@ -308,6 +315,23 @@ def _block_backward(
     if grads[1] is not None:
         grouped_mm_weight(g_rows, phi, part, out=grads[1], add=add)
     return dh, x_rows
+
+
+def _packs_early(x: Rows) -> bool:
+    """Whether inputs are packed in any case, so that they may be while what they are packed for is made."""
+    return not x.source.is_cuda
+
+
+def _first_weight_gradient(
+    dh: Tensor, x: Rows, x_rows: Tensor | None, at: slice, part: Sequence[int], out: Tensor, add: bool
+) -> None:
+    """The first projection's weight gradient, from packed inputs or from where they lie, if a kernel reads them."""
+    shape = out.shape[1:]
+    if x_rows is None and x.index_M is not None and reads_by_index(x.source, dh, part, shape, sums_rows=True):
+        grouped_mm_weight(dh, x.source, part, out=out, add=add, index_N=x.index_M[at])
+        return
+    x_rows = x.take("x", at.start, at.stop) if x_rows is None else x_rows
+    grouped_mm_weight(dh, x_rows, part, out=out, add=add)
 
 
 def _prescaled(g_rows: Tensor, scale_M: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
