@@ -1,7 +1,8 @@
 """Forward and backward of one MoE layer against transformers' own experts, side by side in one run: time and memory.
 
 Shapes: hidden 512, expert width 192, 32 experts, top-8, 4096 tokens, lognormal popularity. Variants take turns within
-each round; times are medians over rounds, ratios are medians of per-round ratios, on 2 threads and on 1.
+each round; times are medians over rounds, ratios are medians of per-round ratios, on 2 threads and on 1. One thread is
+timed by the process's CPU time, which other processes do not lengthen, more of them by the wall's clock.
 
     python benchmarks/layer.py --json
 
@@ -47,7 +48,9 @@ ADDED_PHASES = ("score", "select", "reroute")
 BLOCK_ROWS = 1024
 
 
-def overhead_shares(layer: MoELayer, run: Callable[[], None], rounds: int, dtype: torch.dtype) -> list[float]:
+def overhead_shares(
+    layer: MoELayer, run: Callable[[], None], rounds: int, dtype: torch.dtype, threads: int
+) -> list[float]:
     """By round, the share of the layer's time in phases that only pruning has and in the one copy made only for it.
 
     That copy gathers the kept rows of the stash, block by block; without pruning they are read in place.
@@ -57,20 +60,29 @@ def overhead_shares(layer: MoELayer, run: Callable[[], None], rounds: int, dtype
     for _ in range(rounds):
         run()
         record = layer.telemetry.drain()[0]
-        added = sum(record.wall_ms.get(phase, 0.0) for phase in ADDED_PHASES)
-        shares.append((added + stash_copy_ms(record.pairs, record.kept, layer, dtype)) / record.wall_total_ms)
+        phases = record.ms if threads == 1 else record.wall_ms
+        added = sum(phases.get(phase, 0.0) for phase in ADDED_PHASES)
+        copied = stash_copy_ms(record.pairs, record.kept, layer, dtype, clock_of(threads))
+        shares.append((added + copied) / sum(phases.values()))
     return shares
 
 
-def stash_copy_ms(pairs: int, kept: int, layer: MoELayer, dtype: torch.dtype) -> float:
+def clock_of(threads: int) -> Callable[[], float]:
+    """What tells the time of so many threads."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
+def stash_copy_ms(
+    pairs: int, kept: int, layer: MoELayer, dtype: torch.dtype, clock: Callable[[], float]
+) -> float:
     """Milliseconds to gather `kept` of `pairs` stash rows as backward does, a block at a time."""
     stash = torch.zeros(pairs, 2 * layer.shape.width, dtype=dtype)
     index = torch.randperm(pairs)[:kept].sort().values
     block = torch.empty(BLOCK_ROWS, stash.shape[1], dtype=stash.dtype)
-    begin = time.perf_counter()
+    begin = clock()
     for part in index.split(BLOCK_ROWS):
         torch.index_select(stash, 0, part, out=block[: len(part)])
-    return (time.perf_counter() - begin) * 1e3
+    return (clock() - begin) * 1e3
 
 
 def bench_times(
@@ -85,8 +97,9 @@ def bench_times(
         runs[f"drop{drop:g}"], layers[drop] = ours(case, data, drop)
     runs["masked_twin"] = masked_twin(case, data, 0.5)
     runs["gemms"] = bare_gemms(case, data)
-    times = measure(runs, rounds, f"{name}, {threads} thread{'s' * (threads > 1)}")
-    return times, overhead_shares(layers[0.2], runs["drop0.2"], rounds, DTYPES[name])
+    title = f"{name}, {threads} thread{'s' * (threads > 1)}"
+    times = measure(runs, rounds, title, clock=clock_of(threads))
+    return times, overhead_shares(layers[0.2], runs["drop0.2"], rounds, DTYPES[name], threads)
 
 
 def time_figures(
@@ -175,7 +188,8 @@ def main(argv: list[str] | None = None) -> int:
         for threads in (args.threads or THREADS) if args.rounds else ():
             times, overheads = bench_times(case, name, args.rounds, args.seed, threads)
             results[f"{name}, {threads}"] = times
-            context = {"seed": args.seed, "rounds": args.rounds, "case": vars(case)}
+            clock = "CPU time" if threads == 1 else "wall"
+            context = {"seed": args.seed, "rounds": args.rounds, "clock": clock, "case": vars(case)}
             rows += time_figures(name, times, overheads, threads, context)
     if results:
         show(results)

@@ -52,21 +52,25 @@ class Rounds:
 
 
 def measure(
-    runs: Mapping[str, Callable[[], object]], rounds: int, title: str, *, warm_up: int = 2
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    title: str,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Wall milliseconds of every variant in every round, variants taking turns; progress on stderr."""
+    """Milliseconds of every variant in every round by `clock`, variants taking turns; progress on stderr."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     with Rounds(title, rounds, len(runs)) as progress:
         for name, run in runs.items():
             progress.say(f"warm-up, {name}")
-            for _ in range(warm_up):
-                run()
+            run()
+            run()
         for done in range(rounds):
             progress.start(done)
             for name, run in runs.items():
-                begin = time.perf_counter()
+                begin = clock()
                 run()
-                times[name].append((time.perf_counter() - begin) * 1e3)
+                times[name].append((clock() - begin) * 1e3)
                 progress.advance()
     return times
 

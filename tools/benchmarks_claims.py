@@ -41,7 +41,7 @@ SECTIONS = (
         title="One layer on one device",
         about=(
             "Forward and backward of one MoE layer (hidden 512, expert width 192, 32 experts, top-8, 4096 tokens) "
-            "against Transformers' own experts and the bare matrix products. Names mean 2 threads, `.t1` means 1. "
+            "against Transformers' own experts and the bare matrix products. Names mean 2 threads, `.t1` 1, timed by CPU time. "
             "Memory is the most that a call holds at once beside what was there before."
         ),
         command="python benchmarks/layer.py --json",
