@@ -180,8 +180,9 @@ def steady_memory(report: Report, device: torch.device, seed: int) -> None:
     gen = torch.Generator().manual_seed(seed)
     case = make_case(SHAPE, torch.float32, device, seed)
     held: list[int] = []
-    for _ in range(60 if cuda else 6):
-        tokens = int(torch.randint(1, SHAPE.tokens, (), generator=gen))
+    for step in range(60 if cuda else 6):
+        # The largest first: buffers that are kept for the next call are then as large as they get.
+        tokens = int(torch.randint(1, SHAPE.tokens, (), generator=gen)) if step else SHAPE.tokens
         run_layer(layer, _first(case, tokens))
         layer.clock.advance()
         layer.telemetry.drain()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,11 @@ from torch import Tensor
 
 from lrmoe import LRMoEConfig, MoELayer
 from lrmoe.telemetry.figures import figure
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+PREFIX = "gpu_check."
+ERROR = ".error_over_limit"
+_SHOWN = ("ms", "ratio", "TFLOP/s", "s")  # units in the table
 
 
 def make_layer(shape: Shape, **fields: Any) -> MoELayer:
@@ -30,23 +35,28 @@ def run_layer(layer: MoELayer, case: Case) -> list[Tensor]:
 
 
 class Report:
-    """Figures as they come, and which checks failed."""
+    """Figures as they come, which checks failed, and what was not done.
+
+    Attributes:
+        figures: as `lrmoe.telemetry.figure` makes them. failed: names. missing: sentences.
+    """
 
     def __init__(self, *, seed: int, device: torch.device) -> None:
         self.figures: list[dict[str, Any]] = []
         self.failed: list[str] = []
+        self.missing: list[str] = []
         self._context = {"seed": seed, "device": device.type}
 
-    def add(self, name: str, value: float, unit: str) -> None:
-        """One figure; all of this script's are better when lower."""
-        self.figures.append(figure(f"gpu_check.{name}", value, unit, "lower", **self._context))
+    def add(self, name: str, value: float, unit: str, *, better: str = "lower", **context: Any) -> None:
+        """One figure."""
+        self.figures.append(figure(f"{PREFIX}{name}", value, unit, better, **self._context, **context))
 
     def check(
         self, name: str, actual: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Tensor]
     ) -> None:
         """Largest error over the allowed one, over all tensors given."""
         worst = max(over_limit(*triple) for triple in zip(actual, exact, plain, strict=True))
-        self.at_most(f"{name}.error_over_limit", worst, 1, "ratio", failed=name)
+        self.at_most(f"{name}{ERROR}", worst, 1, "ratio", failed=name)
 
     def at_most(self, name: str, value: float, limit: float, unit: str, *, failed: str | None = None) -> None:
         """A figure that fails above a limit, or where it is not a number.
@@ -57,3 +67,41 @@ class Report:
         self.add(name, value, unit)
         if not value <= limit:
             self.failed.append(failed or name)
+
+    def left_out(self, why: str) -> None:
+        """Something was not done here; said once."""
+        if why not in self.missing:
+            self.missing.append(why)
+
+
+def table(figures: Sequence[Mapping[str, Any]], expected: Mapping[str, float]) -> str:
+    """The worst check of each area, then times and ratios beside what was expected of an H200.
+
+    Plain text, for a machine with little but torch. What is expected and was not measured has no value; counts that
+    have to be 0, and of a replay what its ratios are made of, are in the figures alone.
+    """
+    worst: dict[str, float] = {}
+    rows: list[tuple[str, str, str, str]] = []
+    seen = set()
+    for item in figures:
+        name, value = item["name"].removeprefix(PREFIX), item["value"]
+        if name.endswith(ERROR):
+            area = ".".join(name.split(".")[:2])
+            worst[area] = max(worst.get(area, 0.0), value)
+        elif item["unit"] in _SHOWN and not (name.startswith("replay.") and item["unit"] != "ratio"):
+            rows.append((name, f"{value:.4g}", _expected(expected, name), item["unit"]))
+            seen.add(name)
+    rows += [(name, "", f"{value:.4g}", "") for name, value in expected.items() if name not in seen]
+    rows = [
+        (f"{area}: worst error / allowed", f"{value:.3g}", "", "ratio") for area, value in worst.items()
+    ] + rows
+    head = ("figure", "here", "expected, H200", "unit")
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(3)]
+    return "\n".join(
+        f"{name:<{widths[0]}}  {here:>{widths[1]}}  {wanted:>{widths[2]}}  {unit}".rstrip()
+        for name, here, wanted, unit in [head, *rows]
+    )
+
+
+def _expected(expected: Mapping[str, float], name: str) -> str:
+    return f"{expected[name]:.4g}" if name in expected else ""
