@@ -9,6 +9,8 @@ from torch import Tensor
 from lrmoe.ops import abs_sums, gated_activation, gated_activation_backward, row_norms
 from tests.reference import ACTIVATIONS, assert_within
 
+pytestmark = pytest.mark.usefixtures("level")
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 KINDS = ["silu", "gelu", "gelu_tanh"]
 ROWS = [0, 1, 7, 9]
@@ -41,6 +43,15 @@ def test_forward(kind: str, dtype: torch.dtype, rows: int) -> None:
     out = torch.full((rows, 5), float("nan"), dtype=dtype)
     assert gated_activation(h, kind, out=out) is out
     assert torch.equal(out, found)
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 130])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forward_gives_the_norms_of_what_it_wrote(dtype: torch.dtype, width: int) -> None:
+    h, norm = normal(7, 2 * width, dtype=dtype), torch.full((7,), float("nan"))
+    phi = gated_activation(h, "silu", norm_N=norm)
+    assert torch.equal(phi, gated_activation(h, "silu"))
+    torch.testing.assert_close(norm.double(), phi.double().norm(dim=1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("rows", ROWS)

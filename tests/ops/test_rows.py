@@ -9,6 +9,8 @@ from torch import Tensor
 from lrmoe.ops import Workspace, combine, gather_rows, place_rows
 from tests.reference import assert_within
 
+pytestmark = pytest.mark.usefixtures("level")
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
@@ -85,6 +87,13 @@ def test_combine_accumulates_low_precision_rows_in_fp32() -> None:
     index, ends = torch.arange(256), torch.tensor([256])
     for weight in (None, torch.ones(256), torch.ones(256).bfloat16()):
         assert combine(rows, index, ends, weight)[0].tolist() == [512.0] * 8  # bf16 sums would stick at 256
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_index_that_names_no_row_is_an_error(dtype: torch.dtype) -> None:
+    for index in (torch.tensor([0, 3]), torch.tensor([-1, 0])):
+        with pytest.raises((IndexError, RuntimeError)):
+            combine(normal(3, 4, dtype=dtype), index, torch.tensor([2]))
 
 
 def test_combine_leaves_tokens_without_entries_zero_in_dirty_memory() -> None:

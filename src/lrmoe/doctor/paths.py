@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lrmoe.doctor.finding import Finding
+from lrmoe.ops.cpu import state
 from lrmoe.ops.triton import missing, usable
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -15,16 +16,25 @@ _NOT_TAKEN = "not taken: "
 
 
 def fast_paths() -> Iterator[Finding]:
-    """Grouped products by device and dtype, Triton, compiled extensions, device-to-device links."""
+    """Grouped products by device and dtype, Triton, compiled passes, device-to-device links."""
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         for dtype in DTYPES:
             yield _grouped(device, dtype)
     yield _triton()
-    yield Finding(
-        area="fast paths", name="compiled extensions", state="no", text="this version of lrmoe ships none"
-    )
+    yield _compiled()
     if torch.cuda.device_count() > 1:
         yield _peers()
+
+
+def _compiled() -> Finding:
+    """Passes between matrix products on a CPU."""
+    usable, text = state()
+    if not usable:
+        return Finding(
+            area="fast paths", name="compiled CPU passes", state="no", text=f"{text}; torch's operators serve"
+        )
+    text = f"for fp32 and bf16, instructions of {text}; fp16 and fp64 take torch's operators"
+    return Finding(area="fast paths", name="compiled CPU passes", state="ok", text=text)
 
 
 def _grouped(device: str, dtype: torch.dtype) -> Finding:

@@ -26,7 +26,7 @@ from lrmoe.layer.inputs import Inputs
 from lrmoe.layer.past import PastCalls
 from lrmoe.layer.routing import count_keys, expert_keys, sort_keys
 from lrmoe.layer.timing import Timing
-from lrmoe.ops import Reading, upload
+from lrmoe.ops import Reading, fuses, upload
 from lrmoe.planning import ExpertShape, LayerPlan, Topology, get_policy, policy_info
 from lrmoe.planning.call_memory import CallSizes
 from lrmoe.planning.policies import Policy, UserPolicy
@@ -96,6 +96,7 @@ class Announcer:
         self._calls = 0  # of any kind, counted for messages
         self._device, self._hosts = 0, 1  # of all ranks, from the first call on
         self._device_bytes: int | None = None  # of the smallest device
+        self._fused = True  # on all other ranks
         self._sizes = {
             "the number of experts": topology.experts,
             "the hidden size": hidden,
@@ -197,6 +198,7 @@ class Announcer:
                 differentiable=wanted > 0,
                 needs=(wanted & 1 > 0, wanted & 2 > 0, wanted & 4 > 0, wanted & 8 > 0),
                 block_rows=BLOCK_ROWS if device.type == "cpu" else None,
+                fused=self._fused and fuses(device, dtype),
             )
 
         whole = device_bytes(device) if self._device_bytes is None else self._device_bytes
@@ -247,17 +249,18 @@ class Announcer:
             return 0
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         host = zlib.crc32(socket.gethostname().encode())
-        place = [device_code(device.type, name), host, device_bytes(device)]
+        fused = int(fuses(device, torch.float32))
+        place = [device_code(device.type, name), host, device_bytes(device), fused]
         mine = torch.tensor([*self._sizes.values(), *place], dtype=torch.int64, device=device)
         table = self._comm.all_gather_ints(mine, "waiting for all ranks at the first call").cpu().numpy()
-        devices, hosts, sizes = (table[:, place].tolist() for place in (-3, -2, -1))
-        table = table[:, :-3]
+        devices, hosts, sizes, all_fused = table[:, -len(place) :].T.tolist()
+        table = table[:, : -len(place)]
         for name, values in zip(self._sizes, table.T, strict=True):
             if (values != values[0]).any():
                 seen = ", ".join(f"rank {r}: {int(v)}" for r, v in enumerate(values))
                 raise RankError(f"MoE layer {self._controller.layer}: {name} differs between ranks ({seen})")
         self._device, self._hosts, self._met = agreed(devices), len(set(hosts)), True
-        self._device_bytes = min(sizes)
+        self._device_bytes, self._fused = min(sizes), all(all_fused)
         return len(mine)
 
     def _header(

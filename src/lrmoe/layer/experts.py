@@ -20,6 +20,7 @@ from torch import Tensor
 from lrmoe.distributed.probe import current
 from lrmoe.ops import (
     Workspace,
+    empty,
     gated_activation,
     gated_activation_backward,
     gather_rows,
@@ -28,7 +29,6 @@ from lrmoe.ops import (
     grouped_mm_weight,
     place_rows,
     reads_by_index,
-    row_norms,
 )
 
 BLOCK_ROWS = 1024  # rows per block on CPU: intermediates of common widths stay in the last-level cache
@@ -99,7 +99,8 @@ class WeightGrads:
         def buffer(tensor: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor | None:
             if tensor is None or not needed:
                 return None
-            return torch.zeros_like(tensor, dtype=dtype) if zero else torch.empty_like(tensor, dtype=dtype)
+            found = empty(tuple(tensor.shape), tensor, dtype=dtype)
+            return found.zero_() if zero else found
 
         return cls(
             gate_up=buffer(weights.gate_up, needs.gate_up, home),
@@ -159,7 +160,7 @@ class Stash:
         """Copy from the first projections `h` of the rows `at`, which belong to `seats`."""
         ends = [0, *accumulate(self.counts_S)]
         if self.h_P2I is None:  # not before the first product is there: its inputs are gone by then
-            self.h_P2I = h.new_empty((ends[-1], h.shape[1]))
+            self.h_P2I = empty((ends[-1], h.shape[1]), h)
         stay = slice(ends[seats.start], ends[seats.stop])
         gather_rows(h, self.index_P[stay] - at.start, out=self.h_P2I[stay])
 
@@ -201,7 +202,7 @@ def experts_forward(
         h (M, 2I), or None where none or only some is kept; norms fp32 (M,) or None.
     """
     rows, width = sum(counts), weights.gate_up.shape[1]
-    h_M2I = weights.gate_up.new_empty((rows, width)) if stash is True else None
+    h_M2I = empty((rows, width), weights.gate_up) if stash is True else None
     some = stash if isinstance(stash, Stash) else None
     norm_M = torch.empty(rows, dtype=torch.float32, device=out.device) if norms else None
     for seats, at in blocks(counts, weights.homes, out.device):
@@ -234,9 +235,8 @@ def _block_forward(
         grouped_mm(x.take("x", at.start, at.stop), gate_up, part, out=h)
     if stash is not None:
         stash.add(h, seats, at)
-    phi = gated_activation(h, weights.activation, out=scratch.take("phi", (size, width // 2), out))
-    if norm is not None:
-        norm.copy_(row_norms(phi))
+    phi = scratch.take("phi", (size, width // 2), out)
+    gated_activation(h, weights.activation, out=phi, norm_N=norm)
     y = out[at] if out_index is None else scratch.take("y", (size, out.shape[1]), out)
     grouped_mm(phi, down, part, out=y)
     if out_index is not None:

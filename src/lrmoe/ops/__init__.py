@@ -4,8 +4,10 @@ Shape letters: N rows (pairs), E experts, H hidden, I expert width, T tokens, K 
 """
 
 from lrmoe.ops.activation import ACTIVATIONS, gated_activation, gated_activation_backward
+from lrmoe.ops.cpu import fuses
 from lrmoe.ops.grouped import grouped_mm, grouped_mm_input, grouped_mm_weight, reads_by_index
 from lrmoe.ops.host import Reading, upload
+from lrmoe.ops.pages import empty
 from lrmoe.ops.rows import abs_sums, combine, gather_rows, place_rows, row_norms
 from lrmoe.ops.workspace import Workspace
 
@@ -15,6 +17,8 @@ __all__ = [
     "Workspace",
     "abs_sums",
     "combine",
+    "empty",
+    "fuses",
     "gated_activation",
     "gated_activation_backward",
     "gather_rows",

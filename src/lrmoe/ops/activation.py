@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lrmoe.ops import cpu
+from lrmoe.ops.rows import row_norms
+
 _Forward = Callable[[Tensor], Tensor]
 _Backward = Callable[[Tensor, Tensor], Tensor]
 
@@ -23,20 +26,29 @@ ACTIVATIONS: dict[str, tuple[_Forward, _Backward]] = {
 }
 
 
-def gated_activation(h_N2I: Tensor, kind: str, *, out: Tensor | None = None) -> Tensor:
+def gated_activation(
+    h_N2I: Tensor, kind: str, *, out: Tensor | None = None, norm_N: Tensor | None = None
+) -> Tensor:
     """phi = act(gate) * up.
 
     Args:
         h_N2I: (N, 2I), gate in the first I columns, up in the last.
         kind: "silu", "gelu" or "gelu_tanh".
         out: optional (N, I) destination.
+        norm_N: optional fp32 (N,) destination of the Euclidean norms of phi's rows.
 
     Returns:
         phi, (N, I) in the dtype of `h_N2I`.
     """
+    phi = h_N2I.new_empty((h_N2I.shape[0], h_N2I.shape[1] // 2)) if out is None else out
+    if cpu.gate(h_N2I, kind, phi, norm_N) is not None:
+        return phi
     gate, up = h_N2I.chunk(2, dim=1)
     forward, _ = ACTIVATIONS[kind]
-    return torch.mul(forward(gate), up, out=out)
+    phi = torch.mul(forward(gate), up, out=out)
+    if norm_N is not None:
+        norm_N.copy_(row_norms(phi))
+    return phi
 
 
 def gated_activation_backward(
@@ -45,7 +57,7 @@ def gated_activation_backward(
     """Backward of the gated activation for rows whose upstream gradient is still to be scaled.
 
     Args:
-        dphi_NI: (N, I), gradient at phi of the *unscaled* row; overwritten.
+        dphi_NI: (N, I), gradient at phi of the *unscaled* row; overwritten, by scaled phi where that saves a buffer.
         h_N2I: (N, 2I), the forward input.
         scale_N: (N,) fp32 (fp64 for fp64 rows), factor of each row's gradient (routing weight times 1/pi).
         kind: as in forward.
@@ -56,6 +68,16 @@ def gated_activation_backward(
         weight gradient; dot_N = <dphi, phi> before scaling, in the dtype of `scale_N`: the gradient of the routing
         weight.
     """
+    dh = torch.empty_like(h_N2I) if out is None else out
+    dot_N = cpu.gate_backward(dphi_NI, h_N2I, scale_N, kind, dh)
+    if dot_N is not None:
+        return dh, dphi_NI, dot_N
+    return _plain_backward(dphi_NI, h_N2I, scale_N, kind, dh)
+
+
+def _plain_backward(
+    dphi_NI: Tensor, h_N2I: Tensor, scale_N: Tensor, kind: str, dh: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     gate, up = h_N2I.chunk(2, dim=1)
     forward, backward = ACTIVATIONS[kind]
     act = forward(gate)
@@ -64,7 +86,6 @@ def gated_activation_backward(
     scale_N1 = scale_N.to(phi.dtype).unsqueeze(1)
     dphi_NI.mul_(scale_N1)
     phi.mul_(scale_N1)
-    dh = torch.empty_like(h_N2I) if out is None else out
     dgate, dup = dh.chunk(2, dim=1)
     torch.mul(dphi_NI, act, out=dup)
     dgate.copy_(backward(dphi_NI.mul_(up), gate))

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lrmoe.ops import cpu
+
 _MIXED_BLOCK = 512  # tokens per block where routing weights are wider than the rows
 
 
@@ -37,6 +39,11 @@ def combine(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor |
     tokens, hidden = ends_T.shape[0], rows_NH.shape[1]
     if tokens == 0 or index_M.shape[0] == 0:
         return rows_NH.new_zeros((tokens, hidden))
+    fused = cpu.combine(rows_NH, index_M, ends_T, weight_M)
+    return _plain_combine(rows_NH, index_M, ends_T, weight_M) if fused is None else fused
+
+
+def _plain_combine(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor | None) -> Tensor:
     starts_T = F.pad(ends_T[:-1], (1, 0))
     if weight_M is not None and weight_M.element_size() < rows_NH.element_size():
         weight_M = weight_M.to(rows_NH.dtype)
@@ -68,6 +75,9 @@ def _widened(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor)
 
 def row_norms(rows: Tensor) -> Tensor:
     """Euclidean norm of each row, fp32 (N,), computed in fp32 so that half-precision squares cannot overflow."""
+    found = cpu.norms(rows)
+    if found is not None:
+        return found
     return torch.linalg.vector_norm(
         rows, dim=1, dtype=torch.float32 if rows.dtype != torch.float64 else None
     ).float()

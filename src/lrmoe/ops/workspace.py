@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lrmoe.ops.pages import empty
+
 _KEEP_BYTES = 128 * 2**20
 
 
@@ -46,7 +48,7 @@ class Workspace(threading.local):
     def _take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         size = math.prod(shape)
         if not self._keep or like.device.type != "cpu" or size * like.element_size() > _KEEP_BYTES:
-            fresh = torch.empty(shape, dtype=like.dtype, device=like.device)
+            fresh = empty(shape, like)
             if self._book is not None:
                 self._book(fresh)
             return fresh
@@ -54,7 +56,7 @@ class Workspace(threading.local):
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):  # a buffer made for an evaluation must serve training too
-                buffer = torch.empty(size, dtype=like.dtype, device="cpu")
+                buffer = empty((size,), like)
             self._buffers[key] = buffer
         return buffer[:size].view(shape)
 

@@ -180,11 +180,28 @@ class BackwardWalk(Walk):
         h = 2 * self.width * (gathers_h or computes_h)
         x = self.row * (gathers_x and (sizes.needs_gate_up or computes_h))
         narrow = sizes.sum_bytes != shape.element_bytes
-        temporary = 3 * shape.width * sizes.sum_bytes if narrow else self.width
-        # gradient rows, inputs, first projection; gradients at phi and at the first projection; act, phi, one more
-        inside = self.row + x + h + self.width + 2 * self.width + 2 * self.width + temporary + sizes.sum_bytes
+        # gradient rows, inputs, first projection; gradients at phi and at the first projection
+        inside = self.row + x + h + self.width + 2 * self.width + sizes.sum_bytes
+        # act, phi, one more; compiled, phi takes the place of its gradient and nothing else is needed
+        phi = 0 if sizes.fused else self.width
+        more = 2 * phi + (3 * shape.width * sizes.sum_bytes if narrow else self.width) * (not sizes.fused)
+        gate_up, down = (self._product(rows, size) for size in sizes.projections)
         y = self.row if not self.alone and not sizes.lean and sizes.needs_x else 0
-        moments.brief("scratch", rows * max(inside, 2 * self.width + max(x, y)))
+        moments.brief(
+            "scratch",
+            np.maximum.reduce([
+                rows * (inside + more),
+                rows * (inside + phi) + down,
+                rows * (2 * self.width + x) + gate_up,
+                rows * (2 * self.width + y),
+            ]),
+        )  # fmt: skip
+
+    def _product(self, rows: IntArray, size: int) -> IntArray:
+        """Bytes of one expert's weight gradient, `size` numbers, before it is added to a sum that is wider."""
+        element = self.sizes.shape.element_bytes
+        wide = (rows.shape[0] > 1) | (self.foreign_R > 0)
+        return (rows > 0) * wide * size * (element if self.sizes.sum_bytes != element else 0)
 
     def _give_back(self, moments: Moments, lease: Held | None, wide: bool) -> None:
         """Copies of weights go; gradients of copies travel home, summed beside them."""

@@ -164,6 +164,7 @@ class ForwardWalk(Walk):
 
     def _block_forward(self, moments: Moments, rows: IntArray, *, stashed: bool) -> None:
         """Scratch of the largest block: input rows, first projection, activation and its factor, outputs."""
+        factor = 0 if self.sizes.fused else self.width
         h = 0 if stashed else 2 * self.width
         y = self.row if not self.alone and not self.sizes.lean else 0
-        moments.brief("scratch", rows * (h + max(self.row, 2 * self.width, self.width + y)))
+        moments.brief("scratch", rows * (h + max(self.row, self.width + factor, self.width + y)))

@@ -30,6 +30,7 @@ class CallSizes:
             then keeps only the rows that stay at their seats.
         differentiable: a backward follows. needs: gradients asked for, of x, alpha, gate_up, down.
         block_rows: rows that experts compute at once, at least; None: all of them.
+        fused: every rank's passes between products are compiled and need no temporaries.
     """
 
     shape: ExpertShape
@@ -46,6 +47,7 @@ class CallSizes:
     differentiable: bool
     needs: tuple[bool, bool, bool, bool]
     block_rows: int | None
+    fused: bool
 
     @property
     def needs_x(self) -> bool:

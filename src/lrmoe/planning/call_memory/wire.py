@@ -126,6 +126,10 @@ class Walk:
         """Sums of rows; where factors are wider than the rows, rows of a block of groups are widened."""
         sizes, hidden = self.sizes, self.sizes.shape.hidden
         out = moments.take(part, groups * self.row)
+        if sizes.fused:
+            narrow = mixed and not sizes.lean and sizes.alpha_bytes < sizes.sum_bytes
+            moments.brief("scratch", 4 * rows * narrow)  # factors in fp32
+            return out
         bags = INDEX * rows if sizes.shape.element_bytes == 8 else 0  # fp64: every row's bag
         starts = moments.take("scratch", 3 * INDEX * groups + bags)
         if mixed and sizes.sum_bytes != sizes.shape.element_bytes:
