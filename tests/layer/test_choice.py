@@ -255,13 +255,14 @@ def test_rows_are_the_distinct_rank_token_pairs_in_order(pairs: int, ranks: int,
     token_N = torch.randint(0, max(tokens, 1), (pairs,), generator=gen)
     rows = unique_rows(rank_N, token_N, ranks, tokens)
     wanted = sorted(set(zip(rank_N.tolist(), token_N.tolist(), strict=True)))
-    assert rows.token_U.tolist() == [token for _, token in wanted]
+    token_U = rows.tokens(len(wanted))
+    assert token_U.tolist() == [token for _, token in wanted]
     assert rows.rows_R.tolist() == [sum(r == rank for r, _ in wanted) for rank in range(ranks)]
     starts = rows.rows_R.cumsum(0) - rows.rows_R
     assert [wanted[i] for i in (starts[rank_N] + rows.row_N).tolist()] == list(
         zip(rank_N.tolist(), token_N.tolist(), strict=True)
     )
-    assert (rows.token_U.dtype, rows.rows_R.dtype, rows.row_N.dtype) == (
+    assert (token_U.dtype, rows.rows_R.dtype, rows.row_N.dtype) == (
         torch.int64,
         torch.int64,
         torch.int32,

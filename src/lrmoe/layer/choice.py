@@ -260,14 +260,28 @@ class Rows:
     """Distinct (rank, token) rows of a source's pairs.
 
     Attributes:
-        token_U: int64 (U,), token of each row, rows by (rank, token).
         rows_R: int64 (R,), rows per rank.
         row_N: int32 (N,), each pair's row within its rank's block.
+        marks_RT: bool (R, T), the rows; or None where `sorted_U` holds their tokens.
     """
 
-    token_U: Tensor
     rows_R: Tensor
     row_N: Tensor
+    marks_RT: Tensor | None
+    sorted_U: Tensor | None
+
+    def tokens(self, rows: int) -> Tensor:
+        """Token of each row, rows by (rank, token), int64 (U,).
+
+        Args:
+            rows: the sum of `rows_R`, which the caller has read.
+        """
+        if self.marks_RT is None:
+            assert self.sorted_U is not None, "rows are marked or sorted"
+            return self.sorted_U
+        if self.marks_RT.device.type == "cpu":
+            return self.marks_RT.nonzero(as_tuple=True)[1]
+        return torch.nonzero_static(self.marks_RT, size=rows)[:, 1]
 
 
 def unique_rows(rank_N: Tensor, token_N: Tensor, ranks: int, tokens: int) -> Rows:
@@ -277,21 +291,27 @@ def unique_rows(rank_N: Tensor, token_N: Tensor, ranks: int, tokens: int) -> Row
         rank_N, token_N: int64 (N,), in any order; ranks in [0, ranks), tokens in [0, tokens).
         ranks, tokens: R and T.
 
-    Reads the number of rows from the device.
+    Reads nothing from a device, but where so few pairs visit so many ranks that they are sorted.
     """
     key_N = torch.add(token_N, rank_N, alpha=tokens)
     if ranks * tokens > SPARSE * key_N.shape[0]:
         key_U, place_N = torch.unique(key_N, return_inverse=True)
         rows_R = torch.bincount(key_U // max(tokens, 1), minlength=ranks)
         place_N -= (rows_R.cumsum(dim=0) - rows_R)[rank_N]
-        return Rows(token_U=key_U % max(tokens, 1), rows_R=rows_R, row_N=place_N.to(torch.int32))
+        return Rows(
+            rows_R=rows_R,
+            row_N=place_N.to(torch.int32),
+            marks_RT=None,
+            sorted_U=key_U % max(tokens, 1),
+        )
     marks_RT = torch.zeros(ranks, tokens, dtype=torch.bool, device=key_N.device)
     marks_RT.view(-1).index_fill_(0, key_N, True)
     rows_RT = marks_RT.cumsum(dim=1, dtype=torch.int32)
     return Rows(
-        token_U=marks_RT.nonzero(as_tuple=True)[1],
         rows_R=marks_RT.sum(dim=1),
         row_N=rows_RT.view(-1).index_select(0, key_N).sub_(1),
+        marks_RT=marks_RT,
+        sorted_U=None,
     )
 
 

@@ -214,7 +214,8 @@ def _lean_rows(call: Call, layout: Layout, token_N: Tensor, tokens: int, travel:
     call.open_call.sent(travel, announced)
     call.open_call.record.bytes_saved_lean -= announced
     send_R, receive_R = Reading(torch.stack([found.rows_R, coming_R])).wait().tolist()
-    return LeanRows(token_U=found.token_U, send_R=send_R, receive_R=receive_R, row_N=found.row_N)
+    token_U = found.tokens(sum(send_R))
+    return LeanRows(token_U=token_U, send_R=send_R, receive_R=receive_R, row_N=found.row_N)
 
 
 def _absolute(row_M: Tensor, layout: Layout, lean: LeanRows) -> Tensor:
