@@ -16,7 +16,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt hatch_build.py src/lrmoe/ops/cpu/*.[ch] | cksum | tr ' ' '-')
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 RUN := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
@@ -55,8 +55,9 @@ demo: $(STAMP)  ## train with and without LRMoE to the same loss, on two CPU pro
 	@echo "figures: $(CURDIR)/runs/demo/summary.json"
 	@echo "report:  $(CURDIR)/runs/demo/report.html"
 
-docs: $(STAMP)  ## regenerate the reference pages from the code
+docs: $(STAMP)  ## regenerate the reference pages from the code, and the benchmarks page from committed results
 	@$(BIN)/python tools/gen_reference.py
+	@$(BIN)/python tools/gen_benchmarks.py
 
 headline: $(STAMP)  ## time to loss against every system, into docs/results.md; resumable, at most 90 minutes on 2 cores
 	@$(RUN) $(BIN)/python benchmarks/headline.py
@@ -69,16 +70,19 @@ figures: demo  ## run the demo and the layer benchmark, and put their figures in
 	@$(BIN)/python benchmarks/layer.py --json > runs/layer.jsonl
 	@$(BIN)/python tools/fill_figures.py runs/demo/summary.json runs/layer.jsonl
 
-bench: $(STAMP)  ## layer, ops, planning, wire, budget, stash, bias, fidelity and fuzz benchmarks, as JSON lines
-	@$(BIN)/python benchmarks/layer.py --json
-	@$(BIN)/python benchmarks/ops.py --json
-	@$(BIN)/python benchmarks/planning.py --json
-	@$(BIN)/python benchmarks/wire.py --json
-	@$(BIN)/python benchmarks/budget.py --json
-	@$(BIN)/python benchmarks/stash.py --json
-	@$(BIN)/python benchmarks/unbiased.py --json
-	@$(BIN)/python benchmarks/fidelity.py --json
-	@$(BIN)/python benchmarks/fuzz.py --json
+# What `make bench` runs; link is left out where network namespaces cannot be made.
+BENCH := layer scaling ops planning wire budget stash unbiased fidelity fuzz link
+
+bench: $(STAMP)  ## CPU benchmarks into runs/bench, held against benchmarks/results; BENCH="layer ops" narrows them
+	@mkdir -p runs/bench && rm -f runs/bench/*
+	@failed=""; for name in $(BENCH); do \
+	    echo "bench: $$name" >&2; \
+	    $(BIN)/python benchmarks/$$name.py --json > runs/bench/$$name.part || failed="$$failed $$name"; \
+	    if [ -s runs/bench/$$name.part ]; then mv runs/bench/$$name.part runs/bench/$$name.jsonl; fi; \
+	done; \
+	rm -f runs/bench/*.part; \
+	$(BIN)/python tools/compare_bench.py runs/bench || failed="$$failed compare_bench"; \
+	if [ -n "$$failed" ]; then echo "bench: failed:$$failed" >&2; exit 1; fi
 
 clean:  ## remove .venv and caches
 	rm -rf "$(VENV)" .ruff_cache .mypy_cache .pytest_cache .hypothesis
