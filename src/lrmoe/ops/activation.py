@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lrmoe.ops import cpu
+from lrmoe.ops import fused
 from lrmoe.ops.rows import row_norms
 
 _Forward = Callable[[Tensor], Tensor]
@@ -41,7 +41,7 @@ def gated_activation(
         phi, (N, I) in the dtype of `h_N2I`.
     """
     phi = h_N2I.new_empty((h_N2I.shape[0], h_N2I.shape[1] // 2)) if out is None else out
-    if cpu.gate(h_N2I, kind, phi, norm_N) is not None:
+    if fused.gate(h_N2I, kind, phi, norm_N) is not None:
         return phi
     gate, up = h_N2I.chunk(2, dim=1)
     forward, _ = ACTIVATIONS[kind]
@@ -69,7 +69,7 @@ def gated_activation_backward(
         weight.
     """
     dh = torch.empty_like(h_N2I) if out is None else out
-    dot_N = cpu.gate_backward(dphi_NI, h_N2I, scale_N, kind, dh)
+    dot_N = fused.gate_backward(dphi_NI, h_N2I, scale_N, kind, dh)
     if dot_N is not None:
         return dh, dphi_NI, dot_N
     return _plain_backward(dphi_NI, h_N2I, scale_N, kind, dh)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lrmoe.ops import cpu
+from lrmoe.ops import fused
 
 _MIXED_BLOCK = 512  # tokens per block where routing weights are wider than the rows
 
@@ -15,12 +15,14 @@ def gather_rows(source: Tensor, index_N: Tensor, *, out: Tensor | None = None) -
     """`source[index]` as one contiguous (N, width) buffer; `source` may have any strides."""
     if out is None:
         out = source.new_empty((index_N.shape[0], source.shape[1]))
-    return torch.index_select(source, 0, index_N, out=out)
+    moved = fused.move(source, index_N, out, scatter=False)
+    return torch.index_select(source, 0, index_N, out=out) if moved is None else moved
 
 
 def place_rows(target: Tensor, index_N: Tensor, rows: Tensor) -> Tensor:
     """`target[index] = rows` in place; the indices must be distinct."""
-    return target.index_copy_(0, index_N, rows)
+    moved = fused.move(rows, index_N, target, scatter=True)
+    return target.index_copy_(0, index_N, rows) if moved is None else moved
 
 
 def combine(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor | None = None) -> Tensor:
@@ -39,8 +41,8 @@ def combine(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor |
     tokens, hidden = ends_T.shape[0], rows_NH.shape[1]
     if tokens == 0 or index_M.shape[0] == 0:
         return rows_NH.new_zeros((tokens, hidden))
-    fused = cpu.combine(rows_NH, index_M, ends_T, weight_M)
-    return _plain_combine(rows_NH, index_M, ends_T, weight_M) if fused is None else fused
+    found = fused.combine(rows_NH, index_M, ends_T, weight_M)
+    return _plain_combine(rows_NH, index_M, ends_T, weight_M) if found is None else found
 
 
 def _plain_combine(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor | None) -> Tensor:
@@ -75,7 +77,7 @@ def _widened(rows_NH: Tensor, index_M: Tensor, ends_T: Tensor, weight_M: Tensor)
 
 def row_norms(rows: Tensor) -> Tensor:
     """Euclidean norm of each row, fp32 (N,), computed in fp32 so that half-precision squares cannot overflow."""
-    found = cpu.norms(rows)
+    found = fused.norms(rows)
     if found is not None:
         return found
     return torch.linalg.vector_norm(
@@ -85,6 +87,9 @@ def row_norms(rows: Tensor) -> Tensor:
 
 def abs_sums(rows: Tensor) -> Tensor:
     """Sum of absolute values of each row, fp32 (N,)."""
+    found = fused.sums(rows)
+    if found is not None:
+        return found
     return torch.linalg.vector_norm(
         rows, ord=1, dim=1, dtype=torch.float32 if rows.dtype != torch.float64 else None
     ).float()

@@ -10,6 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from lrmoe import ops
+from lrmoe.ops import fused
 from lrmoe.ops.triton import passes
 from tests.ops.triton.inputs import DEVICE, Poisoned, assert_close, normal, numbers
 from tests.reference import ACTIVATIONS as PLAIN
@@ -43,6 +45,28 @@ def test_each_pass_runs_its_kernel() -> None:
     total = passes.combine(target, numbers([2, 0, 1]), numbers([2, 3]), scale[:3])
     assert total is not None
     assert_close(total[1], target[1].double() * float(scale[2]))
+
+
+@pytest.mark.usefixtures("taken")
+def test_ops_hand_their_work_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows on a GPU, but for the place they lie in."""
+    calls: list[str] = []
+    for name in ("gate", "gate_backward", "norms", "sums", "combine", "move"):
+        work = getattr(passes, name)
+        monkeypatch.setattr(passes, name, lambda *a, n=name, w=work, **k: (calls.append(n), w(*a, **k))[1])
+    monkeypatch.setattr(fused, "cpu", passes)
+    h, index, norm = normal(6, 10), numbers([5, 3, 0]), torch.empty(6, device=DEVICE)
+    phi = ops.gated_activation(h, "gelu", norm_N=norm)
+    assert_close(phi, PLAIN["gelu"](h[:, :5].double()) * h[:, 5:].double())
+    assert_close(norm, phi.double().norm(dim=1))
+    assert_close(ops.row_norms(h), h.double().norm(dim=1))
+    assert_close(ops.abs_sums(h), h.double().abs().sum(1))
+    assert torch.equal(ops.gather_rows(h, index), h[index])
+    assert torch.equal(ops.place_rows(h.clone(), index, h[:3])[index], h[:3])
+    assert_close(ops.combine(h, index, numbers([2, 2, 3]))[0], (h[5].double() + h[3].double()))
+    dh, _, _ = ops.gated_activation_backward(phi.clone(), h, norm, "gelu")
+    assert dh.shape == h.shape
+    assert calls == ["gate", "norms", "sums", "move", "move", "combine", "gate_backward"]
 
 
 def refused() -> dict[str, Callable[[], Tensor | None]]:
