@@ -85,6 +85,7 @@ def usage(kernel: Any) -> dict[str, int]:
     return {
         "registers": found["REG"],
         "spilled": found["STACK"] + found["LOCAL"],
+        "threads": 32 * kernel.metadata.num_warps,
         "load": widest(kernel.asm["ptx"], "ld"),
         "store": widest(kernel.asm["ptx"], "st"),
         "fused_fp64": "fma.rn.f64" in kernel.asm["ptx"],

@@ -37,6 +37,8 @@ def check(cases: dict[str, dict[str, Any]]) -> None:
         if "x 33" not in name:  # rows that start at any byte cost registers
             assert one["spilled"] == 0, one
         if "x 2048" in name:
+            resident = 1 if one["threads"] == 256 else 3  # as `Tiles.resident` says
+            assert one["registers"] * one["threads"] * resident <= 65536, one
             assert "10" in one["copies"], f"no copies of 16 bytes (0x10) into shared memory: {one}"
         if "float16 300 x 2048" in name:
             assert one["tensor_cores"], one

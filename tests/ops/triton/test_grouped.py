@@ -220,11 +220,11 @@ def test_other_gpus_take_the_kernel_for_bf16(capability: tuple[int, int]) -> Non
 
 def test_tiles_fit_the_product() -> None:
     large = tiles(QWEN)
-    assert (large.rows, large.columns, large.depth, large.warps) == (128, 128, 64, 8)
+    assert (large.rows, large.columns, large.depth, large.warps, large.resident) == (128, 128, 64, 8, 1)
     for rows, height in ((1, 16), (128 * 17, 32), (128 * 100, 128), (10**6, 128)):
         assert tiles(dataclasses.replace(QWEN, rows=rows)).rows == height
     narrow = tiles(dataclasses.replace(QWEN, b=7, a=9, dtype=torch.float32))
-    assert (narrow.rows, narrow.columns, narrow.depth, narrow.warps) == (64, 16, 16, 4)
+    assert (narrow.rows, narrow.columns, narrow.depth, narrow.warps, narrow.resident) == (64, 16, 16, 4, 3)
     sums = tiles(dataclasses.replace(QWEN, rows=128 * 20, b=48), sums_rows=True)
     assert (sums.rows, sums.columns, sums.depth) == (64, 128, 32)
 

@@ -1,6 +1,6 @@
 """Grouped products over variable segments in one launch: any strides, any row counts, rows read by index if asked.
 
-Twins: `lrmoe.ops.grouped`. As many programs as the device has processors go through the tiles in turn:
+Twins: `lrmoe.ops.grouped`. As many programs as the device's processors hold at a time go through the tiles in turn:
 
     forward, input gradient   tiles are (rows of one segment) x columns; a table says whose rows
     weight gradient           tiles are (segment, b, a); the sum runs over the segment's rows in order
@@ -57,7 +57,7 @@ def grouped_mm(
     by = tiles(product) if by is None else by
     table = upload(row_tiles(counts, by.rows), rows.device)
     with on(rows):
-        _rows[(_programs(rows, table.shape[0] * -(-b // by.columns)),)](
+        _rows[(_programs(rows, table.shape[0] * -(-b // by.columns), by),)](
             rows, index_N, weight_SAB, out, place_N, table, table.shape[0], a, b,
             *rows.stride(), *weight_SAB.stride(), *out.stride(),
             PRECISION=_precision(rows), WIDE=_wide(rows), ROWS=by.rows, COLUMNS=by.columns, DEPTH=by.depth,
@@ -94,7 +94,7 @@ def grouped_mm_weight(
     by = tiles(product, sums_rows=True) if by is None else by
     bounds = upload(np.concatenate(([0], np.cumsum(np.asarray(counts, dtype=np.int64)))), rows.device)
     with on(rows):
-        _weights[(_programs(rows, segments * -(-b // by.rows) * -(-a // by.columns)),)](
+        _weights[(_programs(rows, segments * -(-b // by.rows) * -(-a // by.columns), by),)](
             grad, grad_index_N, rows, index_N, out, bounds, segments, a, b,
             *grad.stride(), *rows.stride(), *out.stride(),
             ADD=add, PRECISION=_precision(rows), WIDE=_wide(rows), ROWS=by.rows, COLUMNS=by.columns, DEPTH=by.depth,
@@ -114,11 +114,11 @@ def row_tiles(counts: Sequence[int], size: int) -> np.ndarray[tuple[int, ...], n
     return np.stack([segment, begin, np.minimum(begin + size, end_S[segment])], axis=1)
 
 
-def _programs(like: Tensor, work: int) -> int:
-    """Programs that go through the tiles: one for each processor of the device."""
+def _programs(like: Tensor, work: int, by: Tiles) -> int:
+    """Programs that go through the tiles: as many as all processors of the device hold at a time."""
     if not like.is_cuda:
         return min(work, _INTERPRETED_PROGRAMS)
-    return min(work, torch.cuda.get_device_properties(like.device).multi_processor_count)
+    return min(work, by.resident * torch.cuda.get_device_properties(like.device).multi_processor_count)
 
 
 def _precision(like: Tensor) -> str:

@@ -79,6 +79,11 @@ class Tiles:
     warps: int
     stages: int
 
+    @property
+    def resident(self) -> int:
+        """Programs that a processor holds at a time, by registers: as compiled for Hopper."""
+        return 1 if self.warps == 8 else 3
+
 
 def tiles(product: Product, *, sums_rows: bool = False) -> Tiles:
     """Tiles of a product: as large as registers hold, no larger than segments are long or operands wide.
