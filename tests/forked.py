@@ -1,13 +1,15 @@
-"""Workers of `run_workers` forked from a process that has imported everything: a start takes no seconds of imports.
+"""Workers, and ranks of torchrun, forked from a process that has imported everything: a start takes no seconds.
 
-For tests of what workers do; how they are started for real, tests/training/test_launch.py shows.
+For tests of what they do; how they are started for real, tests/training/test_launch.py and tests/test_examples.py show.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,3 +78,33 @@ def forked_workers() -> Iterator[None]:
     """Within, `run_workers` forks its workers."""
     with mock.patch.object(launch, "_spawn", Forked):
         yield
+
+
+def torchrun(script: Path, ranks: int = 2, limit_s: float = 100) -> list[tuple[int | None, str]]:
+    """Run a script as torchrun does on one host: exit code (None where time ran out) and output of every rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs = [script.with_suffix(f".rank{rank}") for rank in range(ranks)]
+    processes = [
+        context().Process(target=_rank, args=(str(script), rank, ranks, port, str(log)), daemon=True)
+        for rank, log in enumerate(logs)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(limit_s)
+        process.kill()
+    return [(process.exitcode, log.read_text()) for process, log in zip(processes, logs, strict=True)]
+
+
+def _rank(script: str, rank: int, ranks: int, port: int, log: str) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    runpy.run_path(script, run_name="__main__")

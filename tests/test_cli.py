@@ -369,6 +369,7 @@ def test_a_run_that_cannot_start_leaves_no_folder(run: Run, tmp_path: Path, over
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_ep_starts_local_processes_and_a_resumed_run_keeps_their_number(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lrmoe.cli", *small_run(tmp_path)]
     first = [*command, "--ep", "2", "--set", "train.checkpoint_every=3"]

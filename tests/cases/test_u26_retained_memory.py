@@ -106,7 +106,9 @@ def test_what_a_recompute_needs_is_narrow_and_goes_with_the_step(kind: str) -> N
     assert held(layers) == []
 
 
-@pytest.mark.parametrize(("mode", "steps"), [("sampled", 200), ("chunks", 60)])
+@pytest.mark.parametrize(
+    ("mode", "steps"), [("sampled", 60), ("chunks", 40), pytest.param("sampled", 200, marks=pytest.mark.long)]
+)
 def test_many_steps_of_changing_size_hold_no_more_than_twenty(mode: str, steps: int) -> None:
     """Training plainly and with checkpoints, evaluation and no_grad in between."""
     layers = stack(MODES[mode])

@@ -26,7 +26,7 @@ CASE = make_case(tokens=24, experts=4, top_k=2, hidden=6, width=5, seed=4, skew=
 SIZES = {2: [7, 17], 4: [5, 0, 13, 6]}
 SELECTIONS = ("global", "local")
 WAYS = [("forward" if score in FORWARD_SCORES else "backward", score) for score in SCORES]
-DRAWS, PROJECTIONS = 120, 12
+DRAWS, PROJECTIONS = 60, 12
 
 
 def config_of(estimator: str, place: str, score: str, selection: str) -> LRMoEConfig:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
 from lrmoe.integrations.transformers._summary import SHORT, short_figures
 from lrmoe.telemetry import PARTS, PHASES
+from tests.forked import torchrun
 from tests.integrations.models import make_model, make_tokens, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,34 +42,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def torchrun(script: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` as a user would, on two gloo processes, offline."""
-    script.write_text(code, encoding="utf-8")
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(launch, capture_output=True, text=True, timeout=100, check=False, env=environment)
-
-
 @pytest.mark.distributed
 def test_expert_parallel_snippet_runs_as_printed(tmp_path: Path, saved: str):
     snippet = next(block for block in blocks("docs/quickstart.md") if "ep_implementation" in block)
     assert MODEL in snippet
-    done = torchrun(tmp_path / "train.py", snippet.replace(MODEL, saved))
-    assert done.returncode == 0, done.stderr
-    assert "lrmoe: 2 MoE layers over 2 ranks: backward keeps 70% of" in done.stderr
-    assert "UserWarning: lrmoe" not in done.stderr
-    assert done.stdout.startswith(
-        "lrmoe after 40 optimizer steps: 80 training calls of 2 MoE layers (40 warmup, 40 always)\n"
+    (tmp_path / "train.py").write_text(snippet.replace(MODEL, saved), encoding="utf-8")
+    first, second = torchrun(tmp_path / "train.py")
+    assert (first[0], second[0]) == (0, 0), first[1] + second[1]
+    said = first[1]
+    assert "lrmoe: 2 MoE layers over 2 ranks: backward keeps 70% of" in said
+    assert "UserWarning: lrmoe" not in said
+    assert (
+        "\nlrmoe after 40 optimizer steps: 80 training calls of 2 MoE layers (40 warmup, 40 always)\n"
         "backward kept 85.0% of the (token, expert) pairs; busiest rank "
-    )
+    ) in said
+    assert "lrmoe after" not in second[1]
 
 
 TELEMETRY = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")

@@ -56,9 +56,11 @@ def test_sigterm_to_the_command_stops_its_ranks_and_the_same_command_goes_on(tmp
     done = summary["steps"]
     assert find_steps(saved)[-1] == done < 2000
     assert f"stopped at step {done} of 2000; --resume goes on" in said
-    again = start(command(tmp_path, [], "--ep", "2", "--steps", str(done + 2)))
-    _, said = again.communicate(timeout=120)
+    again = start(command(tmp_path, [], "--json", "--steps", str(done + 2)))  # on as many ranks as before
+    printed, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
+    assert f"resumed from step {done}" in said.splitlines()
+    assert {json.loads(line)["context"]["world_size"] for line in printed.splitlines()} == {2}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["finished"]) == (done + 2, True)
 

@@ -15,15 +15,16 @@ import torch.distributed as dist
 from lrmoe.checkpoint import Content, save
 from lrmoe.errors import ConfigError
 from lrmoe.telemetry.figures import environment
-from lrmoe.training.launch import WorkerError, run_workers
+from lrmoe.training.launch import STOP_S, WorkerError, run_workers
+from tests.forked import forked_workers
 
 pytestmark = pytest.mark.distributed
 
 
-def add_up(value: int) -> tuple[int, int, int]:
+def add_up(value: int) -> tuple[int, int, int, str]:
     total = torch.tensor([value + dist.get_rank()])
     dist.all_reduce(total)
-    return dist.get_rank(), int(total), torch.get_num_threads()
+    return dist.get_rank(), int(total), torch.get_num_threads(), str(environment()["command"])
 
 
 def fail_on_one(rank: int, kind: str) -> None:
@@ -59,23 +60,15 @@ def here(name: str) -> str:
     return f"tests.training.test_launch:{name}"
 
 
-def command() -> str:
-    return str(environment()["command"])
-
-
-def test_figures_of_workers_name_the_command_of_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_by_rank_and_the_command_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/lrmoe/__main__.py", "train", "--ep", "1"])
-    assert run_workers("tests.training.test_launch:command", 1) == ["python -m lrmoe train --ep 1"]
-
-
-def test_results_by_rank() -> None:
     found = run_workers(here("add_up"), 2, (10,), time_limit_s=60)
-    assert found == [(0, 21, 1), (1, 21, 1)]
+    assert found == [(rank, 21, 1, "python -m lrmoe train --ep 1") for rank in (0, 1)]
 
 
 def test_an_error_of_ours_keeps_its_class_and_brings_the_traceback() -> None:
     begin = time.monotonic()
-    with pytest.raises(ConfigError, match=r"data.path='x': gone") as caught:
+    with forked_workers(), pytest.raises(ConfigError, match=r"data.path='x': gone") as caught:
         run_workers(here("fail_on_one"), 2, (1, "ours"), time_limit_s=60)
     assert "rank 1 failed" in str(caught.value.__cause__)
     assert "in fail_on_one" in str(caught.value.__cause__)
@@ -83,15 +76,15 @@ def test_an_error_of_ours_keeps_its_class_and_brings_the_traceback() -> None:
 
 
 def test_other_errors_and_killed_workers_are_reported() -> None:
-    with pytest.raises(WorkerError, match=r"rank 0: KeyError: 'lost'"):
+    with forked_workers(), pytest.raises(WorkerError, match=r"rank 0: KeyError: 'lost'"):
         run_workers(here("fail_on_one"), 2, (0, "other"), time_limit_s=60)
     with pytest.raises(WorkerError, match=r"rank 1: process: ended by signal 9"):
         run_workers(here("die_on_one"), 2, (1,), time_limit_s=60)
 
 
 def test_out_of_time_leaves_no_process(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match=r"ranks \[0, 1\] did not finish within 12.0 s"):
-        run_workers(here("note_and_sleep"), 2, (str(tmp_path),), time_limit_s=12.0)
+    with forked_workers(), pytest.raises(WorkerError, match=r"ranks \[0, 1\] did not finish within 6.0 s"):
+        run_workers(here("note_and_sleep"), 2, (str(tmp_path),), time_limit_s=6.0)
     assert len(pids(tmp_path)) == 2
     assert all(gone(pid) for pid in pids(tmp_path))
 
@@ -121,16 +114,20 @@ def save_slowly(folder: str) -> None:
 
 
 def ignore_stops(folder: str) -> None:
+    vars(sys.modules["__main__"])["STOP_S"] = 1.0
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     note_and_sleep(folder)
 
 
-def stopped_parent(function: str, folder: Path, number: int) -> int:
+def stopped_parent(function: str, folder: Path, number: int, stop_s: float = STOP_S) -> int:
     """Start a parent of two workers, send it a signal once both work, and return its exit code when all are gone."""
     temp = folder / "temp"
     temp.mkdir()
-    code = f"from lrmoe.training.launch import run_workers; run_workers({here(function)!r}, 2, ({str(folder)!r},))"
+    code = (
+        f"from lrmoe.training import launch; launch.STOP_S = {stop_s}; "
+        f"launch.run_workers({here(function)!r}, 2, ({str(folder)!r},))"
+    )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[2], env={**os.environ, "TMPDIR": str(temp)}
     )
@@ -167,7 +164,7 @@ def test_workers_of_a_stopped_parent_clean_up(tmp_path: Path, number: int, code:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_that_do_not_stop_are_ended(tmp_path: Path, number: int) -> None:
     begin = time.monotonic()
-    stopped_parent("ignore_stops", tmp_path, number)
+    stopped_parent("ignore_stops", tmp_path, number, stop_s=1.0)
     assert time.monotonic() - begin < 90
 
 
