@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lrmoe.layer import MoELayer, padding
+from lrmoe.layer import MoELayer, padding, replay
 from lrmoe.layer.replay import ReplayError
 from tests.layer.harness import REENTRANT, build, forward, leaves, pruning, run
 from tests.reference import GRADS, Case, make_case
@@ -29,6 +29,13 @@ def assert_same(leaf: dict[str, Tensor], wanted: Any) -> None:
         torch.testing.assert_close(leaf[n].grad, getattr(wanted, n), rtol=1e-12, atol=1e-13)
 
 
+@pytest.fixture(params=[True, False], ids=["checked at once", "checked when asked for"])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids of a recompute are compared before it, as on a CPU, or after it has been asked of a device."""
+    monkeypatch.setattr(replay, "_at_once", lambda device: request.param)
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("inner", KINDS)
 @pytest.mark.parametrize("outer", KINDS)
 def test_nested_checkpoints_are_right(outer: str, inner: str) -> None:
@@ -43,6 +50,7 @@ def test_nested_checkpoints_are_right(outer: str, inner: str) -> None:
     assert_same(leaf, run(CASE, CONFIG).result)
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_forwards_in_flight_under_one_seed_are_refused(kind: str) -> None:
     """A generator seeded alike before both makes them look the same: neither may get the other's routing."""
@@ -112,6 +120,7 @@ def test_a_retained_graph_recomputes_again(kind: str) -> None:
     assert_same(leaf, run(CASE, CONFIG).result)
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_calls_routing_is_refused(kind: str) -> None:
     """Without a preserved generator a recompute can draw the token of another forward."""

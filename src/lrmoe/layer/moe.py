@@ -166,7 +166,9 @@ class MoELayer:
                 self._announcer.report(error, gate_up_proj)
             raise
         if recompute:
-            first = self._replay.take(token, self._stored(inputs.ids_TK), again=not torch.is_grad_enabled())
+            first, check = self._replay.take(
+                token, self._stored(inputs.ids_TK), again=not torch.is_grad_enabled()
+            )
             planned, ids_TK, memo = first.planned, first.ids_TK, first.memo
             planned.open_call.ledger.restart()
             planned.budget.again = True
@@ -185,7 +187,11 @@ class MoELayer:
             if memo.asked:
                 ids_TK = self._stored(inputs.ids_TK)
                 self._replay.put(token, FirstForward(ids_TK=ids_TK, planned=planned, memo=memo))
-        out = self._run(inputs, planned, memo, order, gate_up_proj, down_proj)
+        try:
+            out = self._run(inputs, planned, memo, order, gate_up_proj, down_proj)
+        finally:  # a checkpoint may leave its recompute inside, with an exception, once it has what it needs
+            if recompute:
+                check()
         # No needless view: FSDP2 warns about views, since its backward hook is lost when one is changed in place.
         return out if out.shape == hidden_states.shape else out.view(hidden_states.shape)
 

@@ -7,6 +7,7 @@ state checkpointing restores before it recomputes, so both draw the same.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from lrmoe.errors import ReplayError
 from lrmoe.layer.announce import Planned
 from lrmoe.layer.call import Memo
+from lrmoe.ops import Reading
 
 _LIMIT = 256  # first forwards remembered per layer
 _USED_LIMIT = 8  # of those, already recomputed once: a retained graph or a nested checkpoint asks again
@@ -49,29 +51,34 @@ class ReplayStore:
         if len(self._waiting) > _LIMIT:
             self._waiting.popitem(last=False)
 
-    def take(self, token: int, ids_TK: Tensor, *, again: bool) -> FirstForward:
-        """The first forward with this token.
+    def take(self, token: int, ids_TK: Tensor, *, again: bool) -> tuple[FirstForward, Callable[[], None]]:
+        """The first forward with this token, and a check of it for when the recompute has been asked of the device.
+
+        The check waits for no more than the ids, so that a device has work meanwhile; a CPU checks at once.
 
         Args:
             ids_TK: the recompute's own ids, to tell another call's token from a little noise in the router.
             again: a further recompute is certain (this one runs without gradients).
 
         Raises:
-            ReplayError: no such call, or its ids are another call's.
+            ReplayError: no such call, or its ids are another call's; the check raises the same.
         """
         call = self._waiting.get(token) or self._used.get(token)
-        if call is None or not _same_call(call.ids_TK, ids_TK):
-            raise ReplayError(
-                "a training-mode call inside a backward matches no earlier forward. Under torch.utils.checkpoint keep "
-                "preserve_rng_state=True (the default), do not seed the CPU generator alike for two forwards in "
-                f"flight, and recompute before the next optimizer step; the layer keeps the last {_LIMIT} forwards "
-                f"and the last {_USED_LIMIT} that were recomputed"
-            )
+        if call is None or call.ids_TK.shape != ids_TK.shape:
+            raise _no_such_call()
+        same = Reading(_same_call(call.ids_TK, ids_TK))
+
+        def check() -> None:
+            if not bool(same.wait()):
+                raise _no_such_call()
+
+        if _at_once(ids_TK.device):
+            check()
         if not again and self._waiting.pop(token, None) is not None:
             self._used[token] = call
             if len(self._used) > _USED_LIMIT:
                 self._used.popitem(last=False)
-        return call
+        return call, check
 
     def clear(self) -> None:
         """Forget all calls."""
@@ -79,13 +86,25 @@ class ReplayStore:
         self._used.clear()
 
 
-def _same_call(stored_TK: Tensor, ids_TK: Tensor) -> bool:
-    """Whether ids (T, K) of a recompute can be those of the stored first forward."""
-    if stored_TK.shape != ids_TK.shape:
-        return False
+def _no_such_call() -> ReplayError:
+    return ReplayError(
+        "a training-mode call inside a backward matches no earlier forward. Under torch.utils.checkpoint keep "
+        "preserve_rng_state=True (the default), do not seed the CPU generator alike for two forwards in "
+        f"flight, and recompute before the next optimizer step; the layer keeps the last {_LIMIT} forwards "
+        f"and the last {_USED_LIMIT} that were recomputed"
+    )
+
+
+def _at_once(device: torch.device) -> bool:
+    """Whether reading a value waits for no work of a device."""
+    return device.type == "cpu"
+
+
+def _same_call(stored_TK: Tensor, ids_TK: Tensor) -> Tensor:
+    """Whether ids (T, K) of a recompute can be those of the stored first forward, bool scalar."""
     exists = stored_TK >= 0  # padding is masked in the stored ids only
     equal = ((stored_TK == ids_TK) & exists).sum()
-    return bool(equal >= _AGREE * exists.sum())
+    return equal >= _AGREE * exists.sum()
 
 
 def draw_token() -> int:
