@@ -2,7 +2,7 @@
 
 Usage: python tools/gen_benchmarks.py [--check]
 `--check` writes nothing and exits with 1 when a file is out of date; tests/test_benchmarks_page.py uses the same
-functions. What is claimed, and which figures carry it, stands in benchmarks_claims.py; no number is typed by hand.
+functions. What is claimed, and which figures carry it, stands in benchmarks/claims.toml; no number is typed by hand.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import argparse
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks_claims import SECTIONS, Claim, Section
 from results_plot import lines
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+CLAIMS = ROOT / "benchmarks" / "claims.toml"
 PAGE = ROOT / "docs" / "benchmarks.md"
 PLOT = ROOT / "docs" / "img" / "scaling.svg"
 SCALING = "scaling.jsonl"
@@ -49,13 +51,53 @@ NOT_MEASURED = """## Not measured
 Row = Mapping[str, Any]
 
 
-def page(results: Mapping[str, Sequence[Row]]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One claim.
+
+    Attributes:
+        text: what the figures say. figures: regular expression of their whole names.
+        mark: the value they must not pass, or None where none was set. lower: whether below it is kept.
+    """
+
+    text: str
+    figures: str
+    mark: float | None = None
+    lower: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """The figures of one committed file.
+
+    Attributes:
+        title: heading. about: what is measured, in a sentence or two. command: how the file is made.
+        file: of benchmarks/results.
+    """
+
+    title: str
+    about: str
+    command: str
+    file: str
+    claims: tuple[Claim, ...]
+
+
+def sections() -> list[Section]:
+    """What is claimed."""
+    table = tomllib.loads(CLAIMS.read_text(encoding="utf-8"))
+    return [
+        Section(**{**one, "claims": tuple(Claim(**claim) for claim in one["claims"])})
+        for one in table["section"]
+    ]
+
+
+def page(claimed: Sequence[Section], results: Mapping[str, Sequence[Row]]) -> str:
     """The whole page.
 
     Args:
         results: figures by name of file. A claim without any says so.
     """
-    parts = [NOTE, HEAD, *(_section(section, results.get(section.file, ())) for section in SECTIONS)]
+    parts = [NOTE, HEAD, *(_section(section, results.get(section.file, ())) for section in claimed)]
     return "\n".join([*parts, NOT_MEASURED])
 
 
@@ -165,7 +207,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when out of date")
     check, results = parser.parse_args().check, read()
     stale = []
-    for path, text in ((PAGE, page(results)), (PLOT, plot(results[SCALING]))):
+    for path, text in ((PAGE, page(sections(), results)), (PLOT, plot(results[SCALING]))):
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue
         stale.append(path.name)
