@@ -5,17 +5,13 @@
 
 #include <stddef.h>
 
-/* A pass of fewer numbers than this takes one thread: waking others would cost more. */
-#define WORTH_A_THREAD 16384
-
-static int threads_for(int64_t numbers, int threads) {
-    int64_t most = numbers / WORTH_A_THREAD;
-    return most < 1 ? 1 : most < threads ? (int)most : threads;
-}
+/* A pass of fewer numbers than this takes one thread: waking others would cost more. Any other pass takes all of them:
+ * a team that shrank would end threads, and one that grew start new ones. */
+#define WORTH_A_TEAM 32768
 
 /* Runs `of_row` for every row, consecutive rows in a thread. */
 #define FOR_ROWS(row, rows, width)                                                                  \
-    int team = threads_for((rows) * (width), threads);                                              \
+    int team = (rows) * (width) < WORTH_A_TEAM ? 1 : threads;                                       \
     _Pragma("omp parallel for schedule(static) num_threads(team) if (team > 1)")                    \
     for (int64_t row = 0; row < (rows); row++)
 
