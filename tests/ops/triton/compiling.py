@@ -64,7 +64,7 @@ def activation_cases(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 
 
 def odd_cases() -> Iterator[tuple[str, Call]]:
-    """Rows that start anywhere, one row, one column, and a stride past 32 bits: each is another variant."""
+    """Rows that start anywhere, one column, and a stride past 32 bits: each is another variant; one row is none."""
     odd = torch.empty(MANY, 2 * WIDTH + 2, dtype=torch.bfloat16)[:, 1:-1]
     yield "odd, misaligned", partial(rows.gather_rows, odd, torch.arange(MANY))
     yield "odd, one row", partial(rows.gather_rows, odd, torch.zeros(1, dtype=torch.int64))
@@ -115,7 +115,7 @@ def report(cases: Iterable[tuple[str, Call]]) -> None:
         compiled.clear()
         call()
         for kernel in compiled:
-            print(json.dumps({"case": name, "kernel": kernel.name} | usage(kernel)))
+            print(json.dumps({"case": name, "kernel": kernel.name, "variant": kernel.hash} | usage(kernel)))
 
 
 def main() -> None:

@@ -50,6 +50,12 @@ def test_aligned_rows_move_16_bytes_a_thread(compiled: list[dict[str, Any]]) -> 
         assert one["store"] == (4 if one["kernel"] == "_reduce" else 16), one
 
 
+def test_another_number_of_rows_is_no_other_variant(compiled: list[dict[str, Any]]) -> None:
+    """Counts differ from call to call: training would stop to compile."""
+    variant = {one["case"]: one["variant"] for one in compiled}
+    assert variant["odd, one row"] == variant["odd, misaligned"] != variant["gather"]
+
+
 def test_odd_rows_have_variants_of_their_own(compiled: list[dict[str, Any]]) -> None:
     cases = {one["case"]: one for one in compiled}
     assert cases["odd, far"]["load"] == 16

@@ -81,7 +81,7 @@ def _activate(x: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     return x * share, slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     gate_ptr: tl.tensor,
     up_ptr: tl.tensor,
@@ -116,7 +116,7 @@ def _forward(
         tl.store(norm_ptr + row, tl.sqrt_rn(tl.sum(squares, axis=1)), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
     dphi_ptr: tl.tensor,
     gate_ptr: tl.tensor,

@@ -1,6 +1,7 @@
 """Kernels that move rows, sum them per token, and take their norms. Twins: `lrmoe.ops.rows`.
 
-Offsets are 64-bit. Indices are not checked: they come from the plan, and a wrong one reads or writes elsewhere.
+Offsets are 64-bit. Indices are not checked: they come from the plan, and a wrong one reads or writes elsewhere. Nothing
+is compiled anew for another number of rows.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _reduced(rows: Tensor, *, squares: bool) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _move(
     source_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -151,7 +152,7 @@ def _combine(
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _reduce(
     rows_ptr: tl.tensor,
     out_ptr: tl.tensor,
