@@ -5,10 +5,16 @@ Each gives None, and does nothing, where neither serves; the caller then compute
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lrmoe.ops import cpu
 from lrmoe.ops.triton import passes as cuda
+
+
+def fuses(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether passes between products of such rows are fused, and so need no temporaries."""
+    return (cuda if device.type == "cuda" else cpu).fuses(device, dtype)
 
 
 def gate(h_N2I: Tensor, kind: str, phi_NI: Tensor, norm_N: Tensor | None) -> Tensor | None:

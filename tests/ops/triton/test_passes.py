@@ -69,6 +69,18 @@ def test_ops_hand_their_work_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == ["gate", "norms", "sums", "move", "move", "combine", "gate_backward"]
 
 
+def test_budgets_are_told_where_kernels_need_no_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not passes.fuses(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(
+        passes, "usable", lambda tensor: None if tensor.dtype == torch.float32 else "no kernel"
+    )
+    assert passes.fuses(torch.device(DEVICE), torch.float32)
+    assert not passes.fuses(torch.device(DEVICE), torch.float64)
+    monkeypatch.setattr(passes, "fuses", lambda device, dtype: "asked")
+    assert ops.fuses(torch.device("cuda"), torch.float32) == "asked"
+    assert ops.fuses(torch.device("cpu"), torch.float64) is False
+
+
 def refused() -> dict[str, Callable[[], Tensor | None]]:
     h, half, index = normal(4, 8), normal(4, 4), numbers([0, 1, 2, 3])
     ones, wide = torch.ones(4, device=DEVICE), normal(4, 8, dtype=torch.float64)

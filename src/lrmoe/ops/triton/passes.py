@@ -16,6 +16,11 @@ _KINDS = ("silu", "gelu", "gelu_tanh")
 _INDICES = (torch.int64, torch.int32)
 
 
+def fuses(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels take the passes between products of such rows, and so no temporaries are needed."""
+    return usable(torch.empty(0, dtype=dtype, device=device)) is None
+
+
 def gate(h_N2I: Tensor, kind: str, phi_NI: Tensor, norm_N: Tensor | None) -> Tensor | None:
     """phi = act(gate) * up into `phi_NI`, and its rows' norms, fp32, into `norm_N`."""
     if kind not in _KINDS or usable(h_N2I, phi_NI) or not _halves(h_N2I, phi_NI):
