@@ -4,7 +4,7 @@ Importing this package loads no triton: `rows` and `activation` do, and are impo
 `lrmoe.ops` calls a kernel where `usable` has nothing against it and computes with torch elsewhere.
 
 Every kernel gives the same bits for the same row whatever rows lie beside it, and again when it runs again: no
-atomics, and tiles that depend on the width alone.
+atomics, and tiles that depend on the width alone. Only grouped products take tiles by the mean length of segments.
 
 Arguments of a kernel are annotated `tl.tensor` or `tl.constexpr`, numbers too: triton would take `int` for 32 bits.
 """
