@@ -220,10 +220,12 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         assert export_checkpoint(config.folder, tmp_path / "out").step == 1
     assert "step-00000002 is not usable: " in caplog.text
+    caplog.clear()
     with pytest.raises(CheckpointError, match=r"dense.safetensors: its SHA-256 differs"):
         export_checkpoint(config.folder, tmp_path / "asked", step=2)
     with pytest.raises(CheckpointError, match=r"dense.safetensors: its SHA-256 differs"):
         export_checkpoint(newest, tmp_path / "asked")
+    assert caplog.messages == [], "what is raised is not logged as well"
     assert not (tmp_path / "asked").exists()
 
 

@@ -22,7 +22,7 @@ from lrmoe.distributed import Comm
 from lrmoe.distributed.sharded import gather_homes
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
-from lrmoe.training.state import _trained as trained_tensors
+from lrmoe.training.state import saved_tensors
 from tests.training.tiny import SHAPE, float64_model, tiny_config, whole_state
 
 ROWS, STEPS = 8, 2  # sequences of a step over all ranks; steps before saving
@@ -62,7 +62,7 @@ def trainer_of(config: TrainConfig) -> Trainer:
 def tensors_of(trainer: Trainer) -> dict[str, Any]:
     """Name -> (tensor, mark of experts): masters and moments, shards as this rank's home experts."""
     found: dict[str, Any] = {}
-    for name, entry, tensor in trained_tensors(trainer):
+    for name, entry, tensor in saved_tensors(trainer):
         if entry.cut is not None:
             found[name] = (gather_homes(Comm(trainer.group), tensor, entry.cut).detach().clone(), "home")
         else:

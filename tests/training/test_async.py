@@ -20,8 +20,7 @@ from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
 from lrmoe.training.process import Process
 from lrmoe.training.run import train
-from lrmoe.training.state import _trained as trained_tensors
-from lrmoe.training.state import checkpoint_root
+from lrmoe.training.state import checkpoint_root, saved_tensors
 from tests.distributed.pool import Pool
 from tests.training.tiny import CPU, tiny_config
 
@@ -33,7 +32,7 @@ ASYNC = {"checkpoint_async": True}
 def everything(trainer: Trainer) -> dict[str, Any]:
     """All that a checkpoint holds of this rank, copied."""
     return {
-        **{name: tensor.detach().clone() for name, _, tensor in trained_tensors(trainer)},
+        **{name: tensor.detach().clone() for name, _, tensor in saved_tensors(trainer)},
         "layers": trainer.handle.state_dict(),
         "counters": (trainer.steps_done, trainer.steps_skipped, trainer.optimizer.updates),
     }

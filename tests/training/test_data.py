@@ -142,7 +142,11 @@ def test_the_log_says_how_much_was_read(tmp_path: Path, caplog: pytest.LogCaptur
         (tmp_path / name).write_text("x" * 99)
     with caplog.at_level(logging.INFO):
         Corpus.load(DataConfig(path=str(tmp_path), seq_len=8, held_out=0.1))
-    assert caplog.messages == [f"text: {tmp_path}, 2 files, 200 tokens, 20 of them held out"]
+        Corpus.load(DataConfig(path=str(tmp_path / "a"), seq_len=8, held_out=0.1))
+    assert caplog.messages == [
+        f"text: {tmp_path}, 2 files, 200 tokens, 20 of them held out",
+        f"text: {tmp_path / 'a'}, 1 file, 100 tokens, 10 of them held out",
+    ]
 
 
 def test_a_reason_does_not_repeat_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from lrmoe.integrations import transformers as lrmoe_hf
 from lrmoe.training.config import ModelConfig, TrainConfig
 from lrmoe.training.loop import Trainer
 from lrmoe.training.model import build_model, expert_cuts
-from lrmoe.training.state import _trained as trained_tensors
+from lrmoe.training.state import saved_tensors
 from tests.distributed.pool import Pool
 from tests.training.test_model import fuse, saved
 from tests.training.tiny import CPU, SHAPE, float64_model, tiny_config, whole_state
@@ -70,7 +70,7 @@ def trained(config: TrainConfig, ranks: int, steps: int = 3) -> tuple[dict[str, 
     group = group_of(ranks)
     trainer = Trainer(config, group, model=float64_model(config, group))
     metrics = [trainer.step() for _ in range(steps)]
-    for name, entry, tensor in trained_tensors(trainer):
+    for name, entry, tensor in saved_tensors(trainer):
         if entry.cut is not None:
             assert not tensor[:, entry.cut.width(trainer.rank) :].any(), f"{name}: padding must stay zero"
     return state_of(trainer), [value for m in metrics for value in (m.grad_norm, m.loss)]
@@ -79,7 +79,7 @@ def trained(config: TrainConfig, ranks: int, steps: int = 3) -> tuple[dict[str, 
 def state_of(trainer: Trainer) -> dict[str, Any]:
     """Name -> (tensor, mark of experts): masters, and moments as name/moment."""
     found: dict[str, Any] = {}
-    for name, entry, tensor in trained_tensors(trainer):
+    for name, entry, tensor in saved_tensors(trainer):
         if entry.cut is not None:
             found[name] = (gather_homes(Comm(trainer.group), tensor, entry.cut), "home")
         else:

@@ -19,10 +19,11 @@ from lrmoe.checkpoint.manifest import describe
 from lrmoe.errors import CheckpointError, ConfigError
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer
+from lrmoe.training.model import build_model
 from lrmoe.training.resume import ranks_saved
 from lrmoe.training.state import checkpoint_root
 from tests.distributed.pool import Pool
-from tests.training.tiny import float64_model, local_state, tiny_config, whole_state
+from tests.training.tiny import CPU, float64_model, local_state, tiny_config, whole_state
 
 
 def interrupted(config: TrainConfig, group: Any) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
@@ -59,6 +60,42 @@ def test_resuming_alone_is_bitwise(tmp_path: Path, dtype: str) -> None:
     through, after, losses = interrupted(tiny_config(tmp_path, train={"dtype": dtype}), None)
     assert same_bits(through, after)
     assert losses[:2] == losses[2:]
+
+
+def partly_frozen(config: TrainConfig, group: Any, factor: float) -> Trainer:
+    """A trainer whose embedding and first projections of experts are not trained, and are multiplied by a factor."""
+    model = build_model(config.model, seed=config.train.seed, device=CPU, group=group)
+    for name, parameter in model.named_parameters():
+        if "gate_up_proj" in name or "embed" in name:
+            parameter.requires_grad_(False).mul_(factor)
+    return Trainer(config, group, model=model)
+
+
+def frozen_differences(config: TrainConfig, group: Any) -> list[str]:
+    """Parameters that a run which goes on from other frozen weights does not get back; why it would be wrong."""
+    through = partly_frozen(config, group, 2.0)
+    through.step()
+    through.save()
+    after = partly_frozen(config, group, 0.0)
+    after.resume()
+    losses = [trainer.step().loss for trainer in (through, after)]
+    pairs = zip(through.model.named_parameters(), after.model.parameters(), strict=True)
+    unlike = [name for (name, one), other in pairs if not torch.equal(one, other)]
+    return unlike + ([] if losses[0] == losses[1] else [f"losses {losses}"])
+
+
+def frozen_on_ranks(config: TrainConfig) -> list[str]:
+    return frozen_differences(config, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_weights_come_back_too(tmp_path: Path, dtype: str) -> None:
+    assert frozen_differences(tiny_config(tmp_path, train={"dtype": dtype}), None) == []
+
+
+@pytest.mark.distributed
+def test_frozen_weights_come_back_on_two_ranks(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(frozen_on_ranks, tiny_config(tmp_path)) == [[], []]
 
 
 @pytest.mark.distributed

@@ -66,9 +66,8 @@ class Corpus:
                 f"with data.held_out={config.held_out} needs at least {least}"
             )
         held_out = max(int(len(tokens) * config.held_out), config.seq_len + 1) if config.held_out else 0
-        log.info(
-            "text: %s, %d files, %d tokens, %d of them held out", name, len(texts), len(tokens), held_out
-        )
+        files = f"{len(texts)} file{'s' * (len(texts) != 1)}"
+        log.info("text: %s, %s, %d tokens, %d of them held out", name, files, len(tokens), held_out)
         return cls(tokens=tokens, vocab_size=vocab_size, held_out=held_out, name=name)
 
     @property

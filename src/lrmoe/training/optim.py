@@ -33,12 +33,12 @@ _TAIL = 3  # scalars behind the dense gradients
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One trained parameter.
+    """One parameter.
 
     Attributes:
         name: in the model.
         parameter: what forward uses.
-        master: what the optimizer updates; the parameter itself unless that is of lower precision.
+        master: what the optimizer updates; the parameter itself unless that is of lower precision, or frozen.
         span: (first global id, number of all experts) of an experts parameter, else None.
         cut: how it is cut, where the parameter is this rank's part of all experts, else None.
     """
@@ -71,23 +71,27 @@ class Reduced:
 
 
 class Parameters:
-    """All trained parameters of a model on this rank, split into dense and expert ones.
+    """All parameters of a model on this rank, the trained ones split into dense and expert ones.
 
     Args:
         model: in float32 (or float64); cast in place to `dtype`.
         dtype: of forward and backward; parameters that the model keeps in float32 stay so.
         group: the ranks that share dense parameters.
+
+    Attributes:
+        entries: what is trained, that is, `dense` and `experts`. frozen: what is not.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._world_size = size_of(group)
         spans, cuts = expert_spans(model), expert_cuts(model)
-        self.entries = [
+        every = [
             _entry(name, p, _dtype_of(model, name, dtype), spans.get(name), cuts.get(name))
             for name, p in model.named_parameters()
-            if p.requires_grad
         ]
+        self.entries = [entry for entry in every if entry.parameter.requires_grad]
+        self.frozen = [entry for entry in every if not entry.parameter.requires_grad]
         self.dense = [entry for entry in self.entries if entry.span is None]
         self.experts = [entry for entry in self.entries if entry.span is not None]
         self._flat = self._bind_dense()
@@ -162,7 +166,7 @@ def _entry(
 ) -> Entry:
     master: Tensor = parameter
     if parameter.dtype != dtype:
-        master = parameter.detach().clone()
+        master = parameter.detach().clone() if parameter.requires_grad else parameter
         parameter.data = parameter.data.to(dtype)
     return Entry(name=name, parameter=parameter, master=master, span=span, cut=cut)
 

@@ -1,6 +1,6 @@
 """What a trainer puts into a checkpoint and takes out of it.
 
-model/<name>                     weights (the float32 masters where they exist) and persistent buffers
+model/<name>                     weights, frozen ones too (the float32 masters where they exist), and persistent buffers
 model/<name>/expert/<id>         one expert's rows of an experts parameter
 optim/<name>/<moment>[/expert/<id>]
 state.json                       counters, totals, corpus, configuration, model, controllers of the layers
@@ -56,7 +56,7 @@ def save_trainer(trainer: Trainer) -> Path:
     """Write a checkpoint of the trainer's present state, or with `train.checkpoint_async` begin to."""
     dense: dict[str, Tensor] = dict(_fixed(trainer))
     experts: dict[str, ExpertTensor] = {}
-    for key, entry, tensor in _trained(trainer):
+    for key, entry, tensor in saved_tensors(trainer):
         if entry.span is None:
             dense[key] = tensor
         else:
@@ -109,8 +109,9 @@ def _fixed(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"model/{name}", buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def _trained(trainer: Trainer) -> Iterator[tuple[str, Entry, Tensor]]:
-    for entry in trainer.parameters.entries:
+def saved_tensors(trainer: Trainer) -> Iterator[tuple[str, Entry, Tensor]]:
+    """(key, entry, this rank's tensor) of all parameters and of what the optimizer keeps."""
+    for entry in (*trainer.parameters.entries, *trainer.parameters.frozen):
         yield f"model/{entry.name}", entry, entry.master
     for entry, name, tensor in trainer.optimizer.moments():
         yield f"optim/{entry.name}/{name}", entry, tensor
@@ -176,10 +177,11 @@ def _check_state(checkpoint: Checkpoint) -> None:
 def _needed(trainer: Trainer, updates: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Keys and shapes of all tensors that this rank reads."""
     yield from ((key, tuple(buffer.shape)) for key, buffer in _fixed(trainer))
-    for entry in trainer.parameters.entries:
+    for entry in (*trainer.parameters.entries, *trainer.parameters.frozen):
         shape = tuple(entry.master.shape)
         row = shape[1:] if entry.cut is None else (entry.cut.rows, entry.cut.columns)
-        moments = [f"optim/{entry.name}/{name}" for name in MOMENTS if updates]
+        trained = updates > 0 and entry.parameter.requires_grad
+        moments = [f"optim/{entry.name}/{name}" for name in MOMENTS if trained]
         for key in (f"model/{entry.name}", *moments):
             if entry.span is None:
                 yield key, shape
@@ -249,7 +251,7 @@ def _read_tensors(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
         for key, buffer in _fixed(trainer):
             buffer.copy_(read(key, buffer.shape, None))
-        for entry in trainer.parameters.entries:
+        for entry in (*trainer.parameters.entries, *trainer.parameters.frozen):
             fill(f"model/{entry.name}", entry.master, entry)
         for entry, name, tensor in trainer.optimizer.restore(checkpoint.state["updates"]):
             fill(f"optim/{entry.name}/{name}", tensor, entry)

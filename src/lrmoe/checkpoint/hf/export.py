@@ -177,13 +177,13 @@ def replacing(out: Path) -> Iterator[Path]:
 
 
 def _newest_verified(folders: Sequence[Path]) -> Checkpoint:
-    """The first that verifies; the others are named, but those that a run has removed."""
+    """The first that verifies; the others are named, but those that a run has removed, and one that is raised alone."""
     errors = []
     for folder in folders:
         try:
             return open_checkpoint(folder)
         except CheckpointError as error:
-            if folder.exists():
+            if folder.exists() and len(folders) > 1:
                 log.warning("%s is not usable: %s", folder, error)
             errors.append(error)
     raise errors[0]

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from lrmoe.checkpoint.places import try_root
 from lrmoe.errors import ConfigError, did_you_mean
 from lrmoe.integrations.transformers._compat import ExportableState, TrainerCallback
 from lrmoe.integrations.transformers._handle import Handle, find_handle
 from lrmoe.integrations.transformers._summary import figures, short_figures
-from lrmoe.integrations.transformers._training import Running
+from lrmoe.integrations.transformers._training import Running, world
 from lrmoe.telemetry import CallRecord
 from lrmoe.telemetry.layers import layer_histograms
 from lrmoe.telemetry.live import Reporter
@@ -42,7 +43,8 @@ class LRMoECallback(TrainerCallback, ExportableState):
         handle: from `enable`; left out, it is found on the Trainer's model when training begins.
         reporters: get every log with the figures in it, and histograms, on the first process.
         log: "totals" or "layers"; docs/telemetry.md names the figures of both.
-        checkpoints: folder for them, on a file system that all ranks share; None saves nothing.
+        checkpoints: folder for them, on a file system that all ranks share; None saves nothing. Frozen weights are
+            saved like others. Training waits until one is written.
         every: optimizer steps from one checkpoint to the next; the end of training saves too.
         keep_last: checkpoints to keep.
 
@@ -182,8 +184,14 @@ class _Saver:
         self._newest = 0
 
     def begin(self, step: int) -> None:
-        """Training begins after `step` optimizer steps, of which there is a checkpoint or none is needed."""
+        """Training begins after `step` optimizer steps, of which there is a checkpoint or none is needed.
+
+        Raises:
+            CheckpointError: no checkpoint could be written; raised on every rank.
+        """
         self._newest = step
+        if self._callback.checkpoints is not None:
+            try_root(Path(self._callback.checkpoints), world())
 
     def save(self, state: Any, given: dict[str, Any], *, last: bool = False) -> None:
         """Save the step that is done if it is due, or the last one; every rank calls it."""

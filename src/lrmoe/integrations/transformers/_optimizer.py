@@ -1,6 +1,7 @@
 """An optimizer's state by parameter name: tensors of a parameter's shape beside the weights, the rest as JSON.
 
 {
+    "class": "AdamW",
     "groups": [{"parameters": [names], "options": {"lr": 0.001, ...}}, ...],
     "state": {name: {"step": {"scalar": 3.0, "dtype": "float32"}, "exp_avg": {"dtype": "float32"}}, ...}
 }
@@ -66,7 +67,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) 
         for slot in slots
         if slot.parameter in optimizer.state
     }
-    return {"groups": groups, "state": state}
+    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
 
 def _described(slot: Slot, name: str, value: Any) -> Any:
@@ -112,8 +113,14 @@ def restore_optimizer(
     """Put options and numbers back, and yield (key, slot, tensor) of the tensors to fill.
 
     Raises:
-        CheckpointError: it is of an optimizer of other parameters.
+        CheckpointError: it is of an optimizer of another class, or of other parameters.
     """
+    present = type(optimizer).__name__
+    if described.get("class", present) != present:
+        raise CheckpointError(
+            f"optimizer: the checkpoint is of {described['class']}, this run's is {present}: go on with the same, or "
+            "start another run from exported weights"
+        )
     by_name = {slot.name: slot for slot in slots}
     _restore_options(optimizer, described["groups"], {id(slot.parameter): slot.name for slot in slots})
     optimizer.state.clear()
