@@ -105,7 +105,7 @@ class Run:
         """Process ids by rank; fewer than `ranks` while they are being started."""
         found = {}
         for pid, words in commands(self.place.work):
-            if "lrmoe.training.launch" in words and words[-1].isdigit():
+            if "lrmoe.training.worker" in words and words[-1].isdigit():
                 found[int(words[-1])] = pid
         return [found[rank] for rank in sorted(found)]
 

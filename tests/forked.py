@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
-from lrmoe.training import launch
+from lrmoe.training import launch, worker
 from tests.distributed.pool import context
 
 
@@ -66,8 +66,8 @@ def _work(folder: str, rank: int, stdin: Connection) -> None:
         os.dup2(log.fileno(), 2)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    sys.argv = ["launch", folder, str(rank)]
-    code = launch.main()
+    sys.argv = ["worker", folder, str(rank)]
+    code = worker.main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,33 +1,28 @@
 """Start local gloo processes for one function, bring its results back, and leave no process behind.
 
     run_workers("pkg.module:function", 2, (a, b))
-        |-- python -m lrmoe.training.launch FOLDER 0   function(a, b) -> result-0.pickle or failure-0.json
-        `-- python -m lrmoe.training.launch FOLDER 1   function(a, b) -> result-1.pickle or failure-1.json
+        |-- python -m lrmoe.training.worker FOLDER 0   function(a, b) -> result-0.pickle or failure-0.json
+        `-- python -m lrmoe.training.worker FOLDER 1   function(a, b) -> result-1.pickle or failure-1.json
 
-The parent half imports no torch. An interrupt or SIGTERM of the parent interrupts the workers: they unwind, which
-closes files and removes half a checkpoint, and are killed if that takes longer than STOP_S. Functions that take SIGTERM
-as a request get it passed on instead, and the parent waits for what they return. A worker whose standard input closes
-has lost its parent: it unwinds in the same way and removes FOLDER.
+This half imports no torch; `worker` is the other. An interrupt or SIGTERM of the parent interrupts the workers: they
+unwind, which closes files and removes half a checkpoint, and are killed if that takes longer than STOP_S. Functions
+that take SIGTERM as a request get it passed on instead, and the parent waits for what they return. A worker whose
+standard input closes has lost its parent: it unwinds in the same way and removes FOLDER.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,8 +33,6 @@ from lrmoe.training.stop import StopRequest, stop_on_sigterm
 POLL_S = 0.05
 GRACE_S = 5.0  # how long the other ranks may take to report once one has failed
 STOP_S = 5.0  # how long a worker may take to unwind once it is told to stop
-START_S = 600.0  # how long workers wait for each other to start
-STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class WorkerError(LRMoEError, RuntimeError):
@@ -123,7 +116,7 @@ def _spawn(folder: Path, rank: int) -> subprocess.Popen[bytes]:
     log: IO[bytes] | None = None if rank == 0 else (folder / f"log-{rank}.txt").open("wb")
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "lrmoe.training.launch", str(folder), str(rank)],
+            [sys.executable, "-m", "lrmoe.training.worker", str(folder), str(rank)],
             stdin=subprocess.PIPE,
             stdout=2 if log is None else log,  # results come back by file: standard output is the caller's
             stderr=log,
@@ -201,116 +194,3 @@ def _died(rank: int, code: int, folder: Path) -> dict[str, Any]:
 
 def _ended_by(number: int) -> str:
     return f"ended by signal {number}"
-
-
-# The worker's half.
-
-
-def _stop_when_told() -> None:
-    """Let SIGINT and SIGTERM raise KeyboardInterrupt, once."""
-
-    def stop(number: int, frame: object) -> None:
-        _ignore_stops()  # nothing interrupts the clean-up
-        raise KeyboardInterrupt
-
-    for number in STOPS:
-        signal.signal(number, stop)
-
-
-def _ignore_stops() -> None:
-    for number in STOPS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _leave_with_parent(folder: Path) -> threading.Event:
-    """Stop this process when standard input closes: the parent keeps it open and sends nothing.
-
-    Returns:
-        Set when the parent is gone: nobody else will remove the folder.
-    """
-    gone = threading.Event()
-
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        gone.set()
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(STOP_S)  # as a daemon: the main thread usually ends the process before
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return gone
-
-
-def _work(folder: Path, rank: int) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from lrmoe.distributed.peers import telling, waiting
-
-    function, world_size, args, timeout_s, path, command = pickle.loads((folder / "call.pickle").read_bytes())
-    sys.path[:], sys.argv[:] = path, command  # figures name the command that somebody typed
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]  # torch exports it untold
-    _wait_for_all(store, rank, world_size)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    module, _, name = function.partition(":")
-    with telling():
-        result = getattr(importlib.import_module(module), name)(*args)
-        part = folder / f"result-{rank}.part"
-        part.write_bytes(pickle.dumps(result))
-        part.rename(folder / f"result-{rank}.pickle")
-        with waiting("the end of all ranks"):
-            dist.barrier()  # nobody leaves while a peer may still talk to it
-    dist.destroy_process_group()
-
-
-def _wait_for_all(store: Any, rank: int, world_size: int) -> None:
-    """Return when all ranks are here: imports take a while, and longer on one rank than on another.
-
-    Not by the store's own wait, which no signal interrupts.
-    """
-    store.set(f"here/{rank}", "")
-    end = time.monotonic() + START_S
-    while not store.check([f"here/{other}" for other in range(world_size)]):
-        if time.monotonic() > end:
-            raise RankError(f"the start of all ranks: some rank did not come within {START_S:g} s")
-        time.sleep(POLL_S)
-
-
-def main() -> int:
-    """Entry of one worker: `python -m lrmoe.training.launch FOLDER RANK`."""
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    _stop_when_told()
-    parent_gone = _leave_with_parent(folder)
-    try:
-        _work(folder, rank)
-        return 0
-    except BaseException as error:  # a worker has nobody else to tell
-        _ignore_stops()  # it is on its way out
-        with contextlib.suppress(FileNotFoundError):  # the folder goes with the parent
-            _report(folder, rank, error)
-        return 1
-    finally:
-        if parent_gone.is_set():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _report(folder: Path, rank: int, error: BaseException) -> None:
-    failure = {
-        "name": type(error).__name__,
-        "message": str(error),
-        "traceback": traceback.format_exc(),
-        "time": time.time(),
-    }
-    part = folder / f"failure-{rank}.part"
-    part.write_text(json.dumps(failure))
-    part.rename(folder / f"failure-{rank}.json")
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # peers may have died: no clean-up that could wait for them
