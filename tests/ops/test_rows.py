@@ -52,6 +52,24 @@ def test_gather_and_place_are_inverse(rows: int, dtype: torch.dtype) -> None:
     assert torch.equal(target, source)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 5, 6])
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_place_keeps_every_bit_and_what_lies_around(offset: int, width: int, dtype: torch.dtype) -> None:
+    order = torch.tensor([4, 0, 6])
+    target, rows = normal(7, 12, dtype=dtype), normal(3, 10, seed=1, dtype=dtype)
+    rows[1, :8] = torch.tensor(
+        [float("nan"), float("inf"), -float("inf"), -0.0, 1e-40, 6e-8, -float("nan"), 0.0]
+    )
+    expected = target.clone()
+    for row, at in zip(rows, order.tolist(), strict=True):
+        expected[at, offset : offset + width] = row[offset : offset + width]
+    cut = slice(offset, offset + width)
+    place_rows(target[:, cut], order, rows[:, cut])
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    assert torch.equal(target.view(bits), expected.view(bits))
+
+
 def test_gather_takes_any_strides_and_repeats() -> None:
     source = normal(6, 8)
     index = torch.tensor([5, 0, 0, 3])
