@@ -22,6 +22,9 @@ QUOTAS = [0, 1, 2, 0, 0, 8, 25, 33, 0, 1, 0]  # none, some, all but one, all
 KINDS = ["spread", "wide", "equal", "zero", "tied", "tiny", "broken", "all broken"]
 
 
+BLOCKS = select._BLOCKS  # as on a device
+
+
 def scores(kind: str, rows: int, seed: int = 0) -> Tensor:
     """Scores of one kind, fp32 on the CPU."""
     gen = torch.Generator().manual_seed(seed)
@@ -118,7 +121,7 @@ def test_an_expert_of_several_blocks(estimator: str, kind: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["topk", "sampled"])
 def test_blocks_as_large_as_on_a_device(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_BLOCKS", (128, 2048))
+    monkeypatch.setattr(select, "_BLOCKS", BLOCKS)
     assert select.block_rows(5005, 4) == 2048
     check(estimator, table("tied", {3: 3, 5000: 1250, 0: 0, 2: 1}))
 
@@ -151,12 +154,12 @@ def test_runs_repeat(by_kernels: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "experts", "block", "warps"),
-    [(1, 1, 128, 1), (128 * 8, 8, 128, 1), (129 * 8, 8, 256, 1), (4096, 2, 2048, 8), (10**6, 1, 2048, 8)],
+    [(1, 1, 512, 2), (512 * 8, 8, 512, 2), (513 * 8, 8, 1024, 4), (4096, 2, 2048, 8), (10**6, 1, 2048, 8)],
 )
 def test_blocks_hold_an_average_expert(
     rows: int, experts: int, block: int, warps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "_BLOCKS", (128, 2048))
+    monkeypatch.setattr(select, "_BLOCKS", BLOCKS)
     assert select.block_rows(rows, experts) == block
     assert select.warps(block) == warps
 
