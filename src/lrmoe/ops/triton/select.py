@@ -21,7 +21,7 @@ from lrmoe.ops.triton import select_sampled, select_top
 from lrmoe.ops.triton.launch import on
 from lrmoe.ops.triton.rule import Units
 
-_BLOCKS = (512, 2048)  # rows of a block, least (experts are of unequal length, idle lanes cost little) and most
+_BLOCKS = (512, 2048)  # rows of a block, least (experts differ, and idle lanes cost little) and most
 
 
 def keep_top(score_M: Tensor, counts_L: Tensor, quota_L: Tensor) -> tuple[Tensor, Tensor]:
