@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import InfeasibleError
 from lrmoe.layer import release_scratch
+from lrmoe.ops import cpu
 from lrmoe.telemetry import CallRecord
 from lrmoe.telemetry.tracking import StorageTracker
 from tests.distributed.calls import bounds_of, even, spread
@@ -101,6 +102,27 @@ def test_other_dtypes_are_predicted_too(pool4: Pool, dtype: torch.dtype) -> None
     case = CASE.to(dtype)
     for budget in (2**60, max(one.predicted for one in ask(pool4, exact(), 2**60, case)) // 2):
         check(ask(pool4, exact(), budget, case), budget)
+
+
+def call_in_parts_of_the_ranks(
+    case: Case, config: LRMoEConfig, sizes: list[int], compiled: list[bool]
+) -> Needed:
+    """Runs in a worker: the same, with compiled passes on some of the ranks."""
+    with cpu.limited(len(cpu.LEVELS) - 1 if compiled[dist.get_rank()] else None):
+        return call(case, config, sizes)
+
+
+@pytest.mark.parametrize("compiled", [[False] * 4, [True, True, False, True]])
+def test_ranks_without_compiled_passes_are_predicted_too(pool4: Pool, compiled: list[bool]) -> None:
+    """All ranks predict, and plan, as the one without does."""
+    case, sizes = CASE.to(torch.bfloat16), even(CASE, 4)
+    config = exact(layer_budget=2**60)
+    ranks = pool4.run(call_in_parts_of_the_ranks, case, config, sizes, compiled, limit_s=60)
+    plain = pool4.run(call_in_parts_of_the_ranks, case, config, sizes, [False] * 4, limit_s=60)
+    assert [one.predicted for one in ranks] == [one.predicted for one in plain]
+    for served, one in zip(compiled, ranks, strict=True):
+        assert one.needed <= one.predicted
+        assert served or one.predicted <= 1.02 * one.needed
 
 
 def test_uneven_sources_and_ranks_without_tokens(pool4: Pool) -> None:
