@@ -13,19 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from lrmoe import CheckpointError, ConfigError, LRMoEConfig, UnsupportedError
 from lrmoe.checkpoint import export_checkpoint, find_steps
 from lrmoe.integrations import transformers as lrmoe_hf
 from tests.distributed.pool import Pool
-from tests.integrations.models import Tokens, make_model
+from tests.integrations.models import make_model
 from tests.integrations.ranks import LIMIT_S, load, whole
+from tests.integrations.trainers import EP2, Look, Looked, Stop, alone, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore::FutureWarning")
-PRUNED = LRMoEConfig(max_drop=0.3, warmup_steps=1)
 save_module = importlib.import_module("lrmoe.checkpoint.save")  # not the function of that name
-EP2 = {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "lrmoe"}
 
 
 class Kill(TrainerCallback):
@@ -37,47 +35,6 @@ class Kill(TrainerCallback):
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def arguments(folder: str, **changes: Any) -> TrainingArguments:
-    """Two epochs of four steps of two micro-batches on two ranks, with an evaluation in between."""
-    options: dict[str, Any] = {
-        "output_dir": folder,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 8,
-        "learning_rate": 3e-3,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 6,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(**{**options, **changes})
-
-
-def make_trainer(
-    model: Any,
-    folder: str,
-    *callbacks: TrainerCallback,
-    every: int = 3,
-    config: LRMoEConfig = PRUNED,
-    **changes: Any,
-) -> tuple[Trainer, lrmoe_hf.Handle]:
-    handle = lrmoe_hf.enable(model, config)
-    ours = lrmoe_hf.LRMoECallback(handle, checkpoints=f"{folder}/checkpoints", every=every)
-    trainer = Trainer(
-        model,
-        arguments(folder, **changes),
-        train_dataset=Tokens(32),
-        eval_dataset=torch.utils.data.Subset(Tokens(32), range(4)),
-        callbacks=[ours, *callbacks],
-    )
-    return trainer, handle
 
 
 def train(
@@ -144,20 +101,36 @@ def test_killed_and_started_again_ends_with_the_same_bits(
     assert find_steps(tmp_path / "checkpoints") == [6, 8]
 
 
-class Looked(Exception):
-    """Training has begun, and that is all this test wants of it."""
+def train_dying(path: str, folder: str, step: int, part: str) -> None:
+    """Worker: one rank is killed while it writes its files of a step's checkpoint, or the first while it publishes."""
+    right, dies = getattr(save_module, part), 0 if part == "_publish" else 1
+
+    def write(place: Path, *rest: Any) -> Any:
+        if dist.get_rank() == dies and place.name.startswith(f".partial-step-{step:08}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return right(place, *rest)
+
+    setattr(save_module, part, write)  # for the rest of these processes, which end here
+    train(path, folder, EP2)
 
 
-class Look(TrainerCallback):
-    """Keeps the weights and the optimizer's tensors as training begins, and ends it."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        model, optimizer = given["model"], given["optimizer"]
-        named = list(model.named_parameters())
-        self.step = state.global_step
-        self.weights = {name: p.detach().clone() for name, p in named}
-        self.moments = {f"{name} {m}": v for name, p in named for m, v in optimizer.state[p].items()}
-        raise Looked
+@pytest.mark.distributed
+@pytest.mark.parametrize("part", ["_write_rank", "_publish"])
+def test_killed_while_saving_the_checkpoint_before_is_gone_on_with(
+    pool2: Pool, saved: str, whole_run: tuple[Path, list[Any]], tmp_path: Path, part: str
+) -> None:
+    outcomes = pool2.outcomes(train_dying, saved, str(tmp_path), 6, part, limit_s=LIMIT_S)
+    assert all(outcome.error is not None for outcome in outcomes)
+    pool2.stop()
+    assert find_steps(tmp_path / "checkpoints") == [3]
+    again = pool2.run(train, saved, str(tmp_path), EP2, limit_s=LIMIT_S)
+    for found, wanted in zip(again, whole_run[1], strict=True):
+        assert found["started_at"] == 3
+        assert_equal(found, wanted)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000006",
+        "step-00000008",
+    ]
 
 
 def assert_read_by_one_process(saved: str, folder: Path, wanted: dict[str, Any], step: int) -> None:
@@ -213,30 +186,6 @@ def train_some(
     return train(path, folder, layout, max_steps=steps, lr_scheduler_type="constant", **options)
 
 
-class Stop(TrainerCallback):
-    """Ends training by an error, in the middle of an optimizer step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            raise Looked
-
-
-def alone(folder: Path, *callbacks: TrainerCallback, **changes: Any) -> tuple[Trainer, dict[str, Any]]:
-    """One process from the start, or from the newest checkpoint in `folder`."""
-    model = make_model("qwen3", attention_dropout=0.2)
-    options = {"max_steps": 10, "max_grad_norm": 0.5, "optim": "sgd", "optim_args": "momentum=0.9"}
-    trainer, handle = make_trainer(model, str(folder), *callbacks, **{**options, **changes})
-    place = lrmoe_hf.resume(trainer)
-    trainer.train(resume_from_checkpoint=place)
-    assert place is None or not Path(place).exists()
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    controllers = json.dumps(handle.state_dict(), sort_keys=True)
-    return trainer, {"weights": weights, "controllers": controllers}
-
-
 def test_a_finished_run_is_not_trained_any_further(tmp_path: Path) -> None:
     _, wanted = alone(tmp_path, every=4)
     trainer, found = alone(tmp_path, every=4)
@@ -264,151 +213,3 @@ def test_one_device_ends_with_the_same_bits(tmp_path: Path, every: int, restore_
         assert torch.equal(found["weights"][name], value), name
     assert find_steps(tmp_path / "broken" / "checkpoints") == ([9, 10] if every == 3 else [8, 10])
     assert "_load_rng_state" not in vars(trainer), "the Trainer reads as before"
-
-
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    alone(tmp_path, max_steps=6)
-    newest = tmp_path / "checkpoints" / "step-00000006" / "dense.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-1])
-    trainer, _ = alone(tmp_path, max_steps=7)
-    assert trainer._initial_global_step == 3
-    assert "step-00000006 is not usable" in caplog.text
-
-
-def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
-    alone(tmp_path, max_steps=3)
-    for other in (
-        make_model("qwen3", num_hidden_layers=1),
-        make_model("glm4"),
-        make_model("qwen3", num_experts=4),
-    ):
-        trainer, _ = make_trainer(other, str(tmp_path))
-        with pytest.raises(CheckpointError, match="is of another model"):
-            lrmoe_hf.resume(trainer)
-    bare = Trainer(
-        other, arguments(str(tmp_path), eval_strategy="no"), train_dataset=Tokens(32), callbacks=[]
-    )
-    with pytest.raises(ConfigError, match=r"callbacks=\[LRMoECallback\(handle, checkpoints=folder"):
-        lrmoe_hf.resume(bare)
-    trainer.is_fsdp_enabled = True
-    with pytest.raises(UnsupportedError, match=r"Accelerate's FSDP.*save_strategy"):
-        lrmoe_hf.resume(trainer)
-
-
-def test_an_optimizer_whose_state_has_other_shapes_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"optimizer state exp_avg_sq_row of .* has shape"):
-        alone(tmp_path, optim="adafactor", optim_args=None)
-    assert find_steps(tmp_path / "checkpoints") == []
-
-
-def test_an_optimizer_of_another_class_is_named_before_a_step(tmp_path: Path) -> None:
-    alone(tmp_path, max_steps=3)
-    with pytest.raises(CheckpointError, match="the checkpoint is of SGD, this run's is AdamW"):
-        alone(tmp_path, max_steps=6, optim="adamw_torch", optim_args=None)
-    assert find_steps(tmp_path / "checkpoints") == [3]
-
-
-def test_a_folder_that_cannot_be_written_to_is_named_before_a_step(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file", encoding="utf-8")
-    seen = Look()
-    with pytest.raises(CheckpointError, match="checkpoints cannot be written there"):
-        alone(tmp_path, seen)
-    assert not hasattr(seen, "step"), "training has begun"
-
-
-class Fill(TrainerCallback):
-    """Lets no tensor be written after a step."""
-
-    def __init__(self, step: int, patch: pytest.MonkeyPatch) -> None:
-        self.step, self.patch, self.refused = step, patch, 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            self.patch.setattr(save_module, "save_file", self._refuse)
-
-    def _refuse(self, *_: Any) -> None:
-        self.refused += 1
-        raise OSError(28, "No space left on device")
-
-
-def test_a_full_disk_ends_training_and_the_checkpoint_before_is_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, wanted = alone(tmp_path / "whole", max_steps=8)
-    filled = Fill(5, monkeypatch)
-    with pytest.raises(CheckpointError, match="No space left"):
-        alone(tmp_path, filled, max_steps=8)
-    monkeypatch.undo()
-    assert filled.refused == 1
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
-    trainer, found = alone(tmp_path, max_steps=8)
-    assert trainer._initial_global_step == 3
-    for name, value in wanted["weights"].items():
-        assert torch.equal(found["weights"][name], value), name
-
-
-def test_other_settings_of_the_layer_go_on_from_the_same_checkpoint(tmp_path: Path) -> None:
-    alone(tmp_path, max_steps=3)
-    step = 3
-    for config in (
-        LRMoEConfig(max_drop=0.5, estimator="topk"),
-        LRMoEConfig(drop="auto", max_added_variance=0.5, warmup_steps=0),
-        LRMoEConfig(max_drop=0, policy="symi"),
-        LRMoEConfig(select_in="forward", score="alpha", warmup_steps=0),
-    ):
-        model = make_model("qwen3", attention_dropout=0.2)
-        trainer, handle = make_trainer(
-            model,
-            str(tmp_path),
-            config=config,
-            every=1,
-            max_steps=step + 1,
-            optim="sgd",
-            optim_args="momentum=0.9",
-        )
-        trainer.train(resume_from_checkpoint=lrmoe_hf.resume(trainer))
-        assert trainer._initial_global_step == step
-        step += 1
-        assert (trainer.state.global_step, handle.clock.step) == (step, step)
-
-
-def test_fewer_steps_than_were_done_train_nothing_and_change_nothing(tmp_path: Path) -> None:
-    _, wanted = alone(tmp_path, max_steps=6)
-    trainer, found = alone(tmp_path, max_steps=4)
-    assert trainer.state.global_step == 6
-    assert find_steps(tmp_path / "checkpoints") == [3, 6]
-    for name, value in wanted["weights"].items():
-        assert torch.equal(found["weights"][name], value), name
-
-
-def test_frozen_weights_are_saved_and_read(tmp_path: Path) -> None:
-    def freeze(model: Any, value: float) -> Any:
-        for name, parameter in model.named_parameters():
-            if "gate_up_proj" in name or "embed" in name:
-                parameter.requires_grad_(False)
-                with torch.no_grad():
-                    parameter.mul_(value)
-        return model
-
-    first = freeze(make_model("qwen3"), 1.0)
-    trainer, _ = make_trainer(first, str(tmp_path), max_steps=3)
-    trainer.train()
-    again = freeze(make_model("qwen3"), 0.0)
-    trainer, _ = make_trainer(again, str(tmp_path), max_steps=3)
-    trainer.train(resume_from_checkpoint=lrmoe_hf.resume(trainer))
-    for (name, value), found in zip(first.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(found, value), name
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"checkpoints": "x"}, "every=None"),
-        ({"every": 3}, "checkpoints=None"),
-        ({"checkpoints": "x", "every": 0}, "every=0"),
-        ({"checkpoints": "x", "every": 2, "keep_last": 0}, "keep_last=0"),
-    ],
-)
-def test_options_that_make_no_sense(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        lrmoe_hf.LRMoECallback(**options)
