@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from lrmoe.checkpoint import export_checkpoint, find_steps
+from lrmoe.checkpoint import Manifest, export_checkpoint, find_steps
 from lrmoe.integrations import transformers as lrmoe_hf
 from tests.distributed.pool import Pool
 from tests.integrations.models import make_model
@@ -99,6 +99,28 @@ def test_killed_and_started_again_ends_with_the_same_bits(
         assert (found["started_at"], wanted["started_at"]) == (6, 0)
         assert_equal(found, wanted)
     assert find_steps(tmp_path / "checkpoints") == [6, 8]
+
+
+@pytest.mark.distributed
+def test_checkpoints_written_in_a_thread_are_the_same(
+    pool2: Pool, saved: str, whole_run: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    first = pool2.outcomes(train_async, saved, str(tmp_path), 7, limit_s=LIMIT_S)
+    assert all(outcome.error is not None for outcome in first)
+    assert find_steps(tmp_path / "checkpoints")[-1] in (3, 6), "the newest may still have been on its way"
+    again = pool2.run(train_async, saved, str(tmp_path), limit_s=LIMIT_S)
+    for found, wanted in zip(again, whole_run[1], strict=True):
+        assert_equal(found, wanted)
+    for entry in Manifest.read(whole_run[0] / "checkpoints" / "step-00000008").files:
+        one, other = (
+            folder / "checkpoints" / "step-00000008" / entry.name for folder in (whole_run[0], tmp_path)
+        )
+        assert entry.name == "state.json" or one.read_bytes() == other.read_bytes(), entry.name
+
+
+def train_async(path: str, folder: str, kill_at: int | None = None) -> dict[str, Any]:
+    """Worker."""
+    return train(path, folder, EP2, kill_at, checkpoint_async=True)
 
 
 def train_dying(path: str, folder: str, step: int, part: str) -> None:

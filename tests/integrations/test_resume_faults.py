@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,47 @@ def test_a_full_disk_ends_training_and_the_checkpoint_before_is_gone_on_with(
     assert trainer._initial_global_step == 3
     for name, value in wanted["weights"].items():
         assert torch.equal(found["weights"][name], value), name
+
+
+class Hold(TrainerCallback):
+    """Lets the thread of a checkpoint write once training is at a later step, and notes which were there before."""
+
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, until: int, error: Exception | None = None
+    ) -> None:
+        self.folder, self.until, self.error, self.go = folder / "checkpoints", until, error, threading.Event()
+        self.right, self.seen = save_module.save_file, dict[int, list[int]]()
+        patch.setattr(save_module, "save_file", self._write)
+
+    def _write(self, *given: Any) -> Any:
+        assert self.go.wait(60)
+        if self.error is not None:
+            raise self.error
+        return self.right(*given)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen[state.global_step] = find_steps(self.folder)
+        if state.global_step == self.until:
+            self.go.set()
+
+
+def test_training_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Hold(tmp_path, monkeypatch, 5)
+    alone(tmp_path, held, max_steps=6, checkpoint_async=True)
+    assert held.seen[4] == held.seen[5] == [], "step 3 is still being written"
+    assert find_steps(tmp_path / "checkpoints") == [3, 6]
+    trainer, _ = alone(tmp_path, max_steps=8, checkpoint_async=True)
+    assert trainer._initial_global_step == 6
+
+
+def test_what_a_thread_could_not_write_is_raised_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Hold(tmp_path, monkeypatch, 4, OSError(28, "No space left on device"))
+    with pytest.raises(CheckpointError, match="No space left"):
+        alone(tmp_path, held, max_steps=6, checkpoint_async=True)
+    assert 3 in held.seen
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_other_settings_of_the_layer_go_on_from_the_same_checkpoint(tmp_path: Path) -> None:

@@ -44,10 +44,13 @@ def make_trainer(
     *callbacks: TrainerCallback,
     every: int = 3,
     config: LRMoEConfig = PRUNED,
+    checkpoint_async: bool = False,
     **changes: Any,
 ) -> tuple[Trainer, lrmoe_hf.Handle]:
     handle = lrmoe_hf.enable(model, config)
-    ours = lrmoe_hf.LRMoECallback(handle, checkpoints=f"{folder}/checkpoints", every=every)
+    ours = lrmoe_hf.LRMoECallback(
+        handle, checkpoints=f"{folder}/checkpoints", every=every, checkpoint_async=checkpoint_async
+    )
     trainer = Trainer(
         model,
         arguments(folder, **changes),

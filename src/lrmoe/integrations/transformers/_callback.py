@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lrmoe.checkpoint import BackgroundSaver, save
 from lrmoe.checkpoint.places import try_root
 from lrmoe.errors import ConfigError, did_you_mean
 from lrmoe.integrations.transformers._compat import ExportableState, TrainerCallback
@@ -20,6 +21,7 @@ from lrmoe.telemetry.layers import layer_histograms
 from lrmoe.telemetry.live import Reporter
 
 _LOGS = ("totals", "layers")
+_OPTIONS = ("log", "checkpoints", "every", "keep_last", "checkpoint_async")
 
 
 class LRMoECallback(TrainerCallback, ExportableState):
@@ -44,9 +46,12 @@ class LRMoECallback(TrainerCallback, ExportableState):
         reporters: get every log with the figures in it, and histograms, on the first process.
         log: "totals" or "layers"; docs/telemetry.md names the figures of both.
         checkpoints: folder for them, on a file system that all ranks share; None saves nothing. Frozen weights are
-            saved like others. Training waits until one is written.
+            saved like others.
         every: optimizer steps from one checkpoint to the next; the end of training saves too.
         keep_last: checkpoints to keep.
+        checkpoint_async: write them in a thread of each rank, from copies in host memory, while training goes on. One
+            appears at the first step that begins after every rank has written its part; what kept a rank from writing
+            is raised there, on all ranks.
 
     Raises:
         ConfigError: `log` is neither; `checkpoints` and `every` are not given together; a number below 1.
@@ -61,6 +66,7 @@ class LRMoECallback(TrainerCallback, ExportableState):
         checkpoints: str | Path | None = None,
         every: int | None = None,
         keep_last: int = 2,
+        checkpoint_async: bool = False,
     ) -> None:
         if log not in _LOGS:
             raise ConfigError(
@@ -77,6 +83,7 @@ class LRMoECallback(TrainerCallback, ExportableState):
         self.checkpoints = None if checkpoints is None else str(checkpoints)
         self.every = every
         self.keep_last = keep_last
+        self.checkpoint_async = checkpoint_async
         self._steps = _StepTimes()
         self._saver = _Saver(self)
         self._restore: Callable[[Handle], None] | None = None
@@ -86,7 +93,7 @@ class LRMoECallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What the Trainer stores with its own state."""
         saved = self.handle.state_dict() if self.handle is not None else None
-        options = {name: getattr(self, name) for name in ("log", "checkpoints", "every", "keep_last")}
+        options = {name: getattr(self, name) for name in _OPTIONS}
         return {"args": options, "attributes": {"saved": saved}}
 
     def going_on(self, restore: Callable[[Handle], None], ended: Callable[[], None]) -> None:
@@ -126,6 +133,7 @@ class LRMoECallback(TrainerCallback, ExportableState):
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """An optimizer step begins, with its first micro-batch."""
         self._saver.save(state, rest)
+        self._saver.look()
         self._steps.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -182,6 +190,7 @@ class _Saver:
     def __init__(self, callback: LRMoECallback) -> None:
         self._callback = callback
         self._newest = 0
+        self._background: BackgroundSaver | None = None
 
     def begin(self, step: int) -> None:
         """Training begins after `step` optimizer steps, of which there is a checkpoint or none is needed.
@@ -190,24 +199,45 @@ class _Saver:
             CheckpointError: no checkpoint could be written; raised on every rank.
         """
         self._newest = step
-        if self._callback.checkpoints is not None:
-            try_root(Path(self._callback.checkpoints), world())
+        if self._callback.checkpoints is None:
+            return
+        if self._background is not None:
+            self._background.drop()  # of training that ended by an error
+        self._background = BackgroundSaver(world())
+        try_root(Path(self._callback.checkpoints), world())
+
+    def look(self) -> None:
+        """Publish what has been written by now; every rank calls it."""
+        if self._background is not None:
+            self._background.poll()
 
     def save(self, state: Any, given: dict[str, Any], *, last: bool = False) -> None:
         """Save the step that is done if it is due, or the last one; every rank calls it."""
         callback, step = self._callback, state.global_step
-        if callback.checkpoints is None or callback.every is None or callback.handle is None:
+        if self._background is None or callback.every is None or callback.handle is None:
             return
-        if step == self._newest or (step % callback.every and not last):
-            return
-        self._newest = step
+        if step != self._newest and (last or step % callback.every == 0):
+            self._newest = step
+            self._write(state, given)
+        if last:
+            self._background.wait()
+
+    def _write(self, state: Any, given: dict[str, Any]) -> None:
+        callback, background = self._callback, self._background
+        assert callback.handle is not None, "found when training began"
+        assert callback.checkpoints is not None, "nothing is saved without"
+        assert background is not None, "made when training began"
         running = Running(
             model=given["model"],
             optimizer=given["optimizer"],
             schedule=given.get("lr_scheduler"),
             handle=callback.handle,
         )
-        running.save(Path(callback.checkpoints), state, keep_last=callback.keep_last)
+        root, content = Path(callback.checkpoints), running.content(state)
+        if callback.checkpoint_async:
+            background.start(root, state.global_step, content, keep_last=callback.keep_last)
+        else:
+            save(root, state.global_step, content, group=world(), keep_last=callback.keep_last)
 
 
 class _StepTimes:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, gathered, save
+from lrmoe.checkpoint import Checkpoint, Content, ExpertTensor, agreed, gathered
 from lrmoe.checkpoint.hf.outline import model_fields
 from lrmoe.checkpoint.layers import gather_layers, layers_of
 from lrmoe.errors import CheckpointError, UnsupportedError
@@ -67,11 +66,10 @@ class Running:
     schedule: Any
     handle: Handle
 
-    def save(self, root: Path, trainer_state: Any, *, keep_last: int) -> Path:
-        """Write a checkpoint of the step that is done; every rank calls it.
+    def content(self, trainer_state: Any) -> Content:
+        """What a checkpoint of the step that is done consists of; every rank calls it.
 
         Raises:
-            CheckpointError: some rank could not write it; raised on every rank.
             UnsupportedError: the optimizer or the schedule holds what cannot be saved.
         """
         group = world()
@@ -86,8 +84,7 @@ class Running:
             elif part.values.shape[0]:
                 experts[key] = ExpertTensor(values=part.values.cpu(), first=part.first)
         state = self._state(slots, trainer_state, group)
-        content = Content(dense=dense, experts=experts, state=state)
-        return save(root, trainer_state.global_step, content, group=group, keep_last=keep_last)
+        return Content(dense=dense, experts=experts, state=state)
 
     def _tensors(self, slots: list[Slot]) -> Iterator[tuple[str, Slot, Tensor]]:
         yield from ((f"model/{slot.name}", slot, slot.parameter) for slot in slots)
