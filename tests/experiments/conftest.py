@@ -1,16 +1,19 @@
-"""Experiments start a pair of workers for every cell: here they are forked."""
+"""Experiments start processes for every cell and every few jobs: here they are forked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
+from lrmoe.experiments import workers
+from tests.distributed.pool import context
 from tests.forked import forked_workers
 
 
 @pytest.fixture(scope="package", autouse=True)
 def quick_start() -> Iterator[None]:
     """For all tests of this folder."""
-    with forked_workers():
+    with forked_workers(), mock.patch.object(workers, "get_context", lambda kind: context()):
         yield
