@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lrmoe.ops.pool import Pool
+from lrmoe.ops.workspace import Workspace, _lasting
 
 
 def small_pool(keep: int = 4096) -> Pool:
@@ -118,3 +119,22 @@ def test_threads_take_and_free_at_once() -> None:
         thread.join(timeout=60)
     assert not wrong
     assert pool.waiting_bytes <= 20_000
+
+
+def test_a_workspace_lends_lasting_buffers_and_keeps_none_under_a_budget() -> None:
+    space, shape, like = Workspace(), (2048, 1024), torch.empty(0)
+    space.release()
+    first, second = space.lasting(shape, like), space.lasting(shape, like)
+    assert first.data_ptr() != second.data_ptr()
+    at = second.data_ptr()
+    del second
+    assert space.lasting(shape, like).data_ptr() == at
+    with space.fresh():
+        assert _lasting.waiting_bytes == 0
+        third = space.lasting(shape, like)
+        del third
+        assert _lasting.waiting_bytes == 0
+    del first
+    assert _lasting.waiting_bytes > 0
+    space.release()
+    assert _lasting.waiting_bytes == 0

@@ -160,7 +160,7 @@ class Stash:
         """Copy from the first projections `h` of the rows `at`, which belong to `seats`."""
         ends = [0, *accumulate(self.counts_S)]
         if self.h_P2I is None:  # not before the first product is there: its inputs are gone by then
-            self.h_P2I = empty((ends[-1], h.shape[1]), h)
+            self.h_P2I = scratch.lasting((ends[-1], h.shape[1]), h)
         stay = slice(ends[seats.start], ends[seats.stop])
         gather_rows(h, self.index_P[stay] - at.start, out=self.h_P2I[stay])
 
@@ -202,7 +202,7 @@ def experts_forward(
         h (M, 2I), or None where none or only some is kept; norms fp32 (M,) or None.
     """
     rows, width = sum(counts), weights.gate_up.shape[1]
-    h_M2I = empty((rows, width), weights.gate_up) if stash is True else None
+    h_M2I = scratch.lasting((rows, width), weights.gate_up) if stash is True else None
     some = stash if isinstance(stash, Stash) else None
     norm_M = torch.empty(rows, dtype=torch.float32, device=out.device) if norms else None
     for seats, at in blocks(counts, weights.homes, out.device):

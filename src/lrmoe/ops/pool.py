@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lrmoe.ops.pages import empty
+
 _SMALLEST_BYTES = 8 * 2**20  # smaller blocks stay with the allocator when they are freed
 _KEEP_BYTES = 256 * 2**20  # most that waits for another call
 _SLACK = 8  # room for 1/8 more rows than asked for: numbers of rows change from call to call
@@ -42,7 +44,7 @@ class Pool:
         """An uninitialised contiguous tensor in the dtype and on the device of `like`, the caller's to keep."""
         size = math.prod(shape) * like.element_size()
         if like.device.type != "cpu" or size < self._smallest_bytes:
-            return like.new_empty(shape)
+            return empty(shape, like)
         with self._lock:
             self._collect()
             base = self._fitting(size)
@@ -67,7 +69,7 @@ class Pool:
         if fitting:
             return self._free.pop(min(fitting, key=lambda n: self._free[n].numel()))
         with torch.inference_mode(False):  # a buffer made for an evaluation must serve training too
-            return torch.empty(size + size // _SLACK, dtype=torch.uint8)
+            return empty((size + size // _SLACK,), torch.empty(0, dtype=torch.uint8))
 
     def _lend(self, base: Tensor, size: int) -> Tensor:
         """A tensor on an array of its own over `base`, (size,) uint8."""

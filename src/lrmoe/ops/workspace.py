@@ -4,6 +4,8 @@ A fresh large CPU buffer costs a page fault per 4 KiB: more than the gather that
 per thread, up to a fixed size for each name and dtype. On CUDA the caching allocator does this already and nothing is
 kept here.
 
+What outlives a call's forward comes from a pool that all threads share, see `lrmoe.ops.pool`.
+
 Under a byte budget nothing is kept either: what is alive is then what is used, whatever ran before.
 """
 
@@ -18,8 +20,10 @@ import torch
 from torch import Tensor
 
 from lrmoe.ops.pages import empty
+from lrmoe.ops.pool import Pool
 
 _KEEP_BYTES = 128 * 2**20
+_lasting = Pool()
 
 
 class Workspace(threading.local):
@@ -60,6 +64,10 @@ class Workspace(threading.local):
             self._buffers[key] = buffer
         return buffer[:size].view(shape)
 
+    def lasting(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialised contiguous tensor like those of `take`, but the caller's as long as it is held."""
+        return _lasting.take(shape, like) if self._keep else empty(shape, like)
+
     @contextmanager
     def fresh(self, wanted: bool = True, book: Callable[[Tensor], None] | None = None) -> Iterator[None]:
         """Within, where `wanted`, every buffer is new and goes with its last user; what was kept is given back.
@@ -77,5 +85,6 @@ class Workspace(threading.local):
             self._keep, self._book = before
 
     def release(self) -> None:
-        """Give all scratch of this thread back."""
+        """Give all scratch of this thread back, and what no call holds of the pool."""
         self._buffers.clear()
+        _lasting.release()
