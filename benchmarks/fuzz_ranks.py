@@ -35,8 +35,8 @@ from lrmoe.errors import LRMoEError
 from lrmoe.layer import MoELayer
 from lrmoe.planning.shards import expert_cuts
 
-WAIT_S = 30.0  # how long the layer's exchanges wait for another rank
-CONTROL_S = 200.0  # the same for what the ranks tell each other between calls
+WAIT_S = 60.0  # how long the layer's exchanges wait for another rank
+CONTROL_S = 300.0  # the same for what the ranks tell each other between calls
 
 
 def _with_seed(call: FuzzCall) -> FuzzCall:
