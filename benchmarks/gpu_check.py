@@ -35,6 +35,7 @@ from gpu_expected import expected
 from gpu_kernels import check_kernels
 from gpu_layer import DROPS, MODELS, TINY, check_layer, time_layer
 from gpu_ops import check_ops
+from gpu_passes import time_passes
 from gpu_products import time_products
 from gpu_replay import SIZES, expected_replay, time_replay
 from gpu_report import NAMES, Report, table
@@ -71,6 +72,7 @@ def _layer(report: Report, device: torch.device, seed: int) -> Expected:
         _give_back(device)
         time_layer(report, model, shape, device, seed)
         time_products(report, model, shape, device, seed)
+        time_passes(report, model, shape, device, seed)
         _give_back(device)
     return expected(MODELS, DROPS)
 

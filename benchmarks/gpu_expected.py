@@ -109,3 +109,5 @@ def _of_model(model: str, shape: Shape, drops: Sequence[float]) -> Iterator[tupl
         if drop:
             yield f"{model}.drop{drop:g}.over_drop0", value / layer[0.0]
     yield f"{model}.drop0.over_gemms", layer[0.0] / gemms
+    for name in ("pack", "activation", "activation_backward", "combine", "norms"):
+        yield f"{model}.pass.{name}.ops.rate", REACHED_BYTES * PEAK_BYTES / 1e9

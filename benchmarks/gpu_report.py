@@ -15,7 +15,7 @@ from lrmoe.telemetry.figures import figure
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 PREFIX = "gpu_check."
 ERROR = ".error_over_limit"
-_SHOWN = ("ms", "ratio", "TFLOP/s", "s")  # units in the table
+_SHOWN = ("ms", "ratio", "TFLOP/s", "GB/s", "s")  # units in the table
 
 
 def make_layer(shape: Shape, **fields: Any) -> MoELayer:

@@ -65,6 +65,7 @@ def test_dry_run_passes_and_prints_figures(whole: tuple[int, str, str]) -> None:
         assert abs(figures[f"gpu_check.{model}.drop0.5.kept_share"]["value"] - 0.5) < 0.01
         for name in ("gemms", "plain_loop", "transformers_grouped_mm", "drop0.2"):
             assert figures[f"gpu_check.{model}.{name}.ms"]["value"] > 0
+        assert figures[f"gpu_check.{model}.pass.activation_backward.ops.rate"]["value"] > 0
         assert figures[f"gpu_check.replay.{model}.lrmoe.backward_memory_over_megatron"]["value"] > 0
     assert figures["gpu_check.layer.small.fp32.drop0.3.topk.error_over_limit"]["value"] <= 1
     cases = {name.split(".")[2] for name in figures if name.startswith("gpu_check.cases.")}
