@@ -62,6 +62,11 @@ def test_seconds_bytes_and_amounts_of_work_are_not_compared(unit: str, better: s
     assert compare_bench.judge({"a": row(1, unit=unit, better=better)}, {}) == []
 
 
+def test_planned_loads_have_no_noise() -> None:
+    assert verdict(row(1.0, unit="mean loads"), row(1.03, unit="mean loads")) == "worse"
+    assert verdict(row(1.0, unit="mean loads"), row(1.01, unit="mean loads")) == "as before"
+
+
 def test_counts_of_what_went_wrong_are_compared() -> None:
     assert verdict(row(0, unit="failures"), row(1, unit="failures")) == "worse"
     assert verdict(row(0, unit="calls"), row(2, unit="calls")) == "worse"
