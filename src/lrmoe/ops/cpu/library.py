@@ -21,6 +21,7 @@ from lrmoe.ops.cpu.build import LIBRARY, SOURCES, checksum
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 LEVELS = ("any processor", "AVX2", "AVX-512")
 _WIDEST = len(LEVELS) - 1
+_PATH = SOURCES / LIBRARY
 
 _lock = threading.Lock()
 _level: int | None = _WIDEST  # None: switched off
@@ -67,12 +68,12 @@ def _declare(found: ctypes.CDLL) -> None:
 
 def library() -> ctypes.CDLL | None:
     """The loaded library, None where there is none or it is switched off."""
-    return None if _level is None else _load(SOURCES / LIBRARY)[0]
+    return None if _level is None else _load(_PATH)[0]
 
 
 def state() -> tuple[bool, str]:
     """Whether the compiled passes serve here; the instruction set they use, or why they do not."""
-    found, text = _load(SOURCES / LIBRARY)
+    found, text = _load(_PATH)
     return found is not None, text
 
 
