@@ -38,6 +38,22 @@ def test_a_view_counts_with_its_storage_and_keeps_it() -> None:
         assert tracker.current == 0
 
 
+def test_memory_counts_once_where_an_array_lies_in_a_tensor() -> None:
+    tracker = StorageTracker()
+    with tracker:
+        base = torch.empty(1000, dtype=torch.uint8)
+        part = torch.from_numpy(base.numpy()[8:408]).view(torch.float32)
+        beside = torch.from_numpy(np.zeros(100, dtype=np.uint8))
+        part.zero_()
+        assert tracker.current == 1100
+        del base
+        assert tracker.current == 1100, "the array keeps it"
+        del part
+        assert tracker.current == 100
+        del beside
+    assert tracker.current == 0
+
+
 def test_what_existed_before_is_not_counted_also_when_written_viewed_or_freed() -> None:
     before, target = torch.zeros(100), torch.zeros(50)
     tracker = StorageTracker()

@@ -25,8 +25,9 @@ class StorageTracker(TorchDispatchMode):
     """Bytes of the storages created while the mode is on: now, and the most since a mark.
 
     Enter it around the forward and around the backward (the same object may be entered again). A storage that is first
-    met as an operator's argument existed before and is not counted; views count once, with their storage. What
-    operators allocate inside themselves and return to nobody is out of sight, as is memory that no tensor owns.
+    met as an operator's argument existed before and is not counted; views count once, with their storage, and so does a
+    storage that lies in the memory of another (an array over a part of a tensor). What operators allocate inside
+    themselves and return to nobody is out of sight, as is memory that no tensor owns.
 
     Attributes:
         current: bytes of storages that were created under the mode and still live.
@@ -38,6 +39,7 @@ class StorageTracker(TorchDispatchMode):
         self.current = 0
         self.peak = 0
         self._sizes: dict[int, int | None] = {}  # None: not counted
+        self._places: dict[int, int] = {}  # addresses of what is counted
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def mark(self) -> int:
@@ -59,7 +61,7 @@ class StorageTracker(TorchDispatchMode):
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if self._sizes.get(id(storage), -1) not in (None, storage.nbytes()):  # new, or resized
-                self._follow(storage, storage.nbytes())
+                self._follow(storage, None if self._lent(storage) else storage.nbytes())
         return out
 
     def _meet(self, tensor: Tensor) -> None:
@@ -68,16 +70,29 @@ class StorageTracker(TorchDispatchMode):
         if id(storage) not in self._sizes:
             self._follow(storage, None)
 
+    def _lent(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage not seen before lies in the memory of one that is counted."""
+        if id(storage) in self._sizes or storage.nbytes() == 0:
+            return False
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        return begin != 0 and any(
+            place <= begin and end <= place + (self._sizes[key] or 0) for key, place in self._places.items()
+        )
+
     def _follow(self, storage: torch.UntypedStorage, size: int | None) -> None:
         """Count `size` bytes for a storage from now on. Its Python object lives as long as the memory does."""
         key = id(storage)
         self._count((size or 0) - (self._sizes.get(key) or 0))
         self._sizes[key] = size
+        self._places.pop(key, None)
+        if size:
+            self._places[key] = storage.data_ptr()
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, lambda _: self._freed(key))
 
     def _freed(self, key: int) -> None:
         self._alive.pop(key)
+        self._places.pop(key, None)
         self._count(-(self._sizes.pop(key) or 0))
 
     def _count(self, size: int) -> None:
