@@ -11,7 +11,8 @@ import pytest
 import lrmoe
 from tests.cases.on_device import NEEDS_CUDA, check_on_device
 
-SOURCES = sorted(Path(lrmoe.__file__).parent.rglob("*.py"))
+PACKAGE = Path(lrmoe.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
 HOST = ("torch.from_numpy", "torch.tensor")  # what makes a tensor of the host
 
 
@@ -35,10 +36,18 @@ def hasty_copies(source: str) -> Iterator[str]:
 
 
 def test_only_what_lies_on_the_host_is_copied_without_waiting() -> None:
-    """A copy to the host that is not waited for shows on devices only, and there now and then."""
-    found = {str(path): list(hasty_copies(path.read_text(encoding="utf-8"))) for path in SOURCES}
-    assert {path: copies for path, copies in found.items() if copies} == {}
-    assert sum("non_blocking=True" in path.read_text(encoding="utf-8") for path in SOURCES) > 3
+    """A copy to the host that is not waited for shows on devices only, and there now and then.
+
+    One module may: `ops.host`, which waits for the copy before it hands the values out (tests/ops/test_host.py).
+    """
+    found = {path: list(hasty_copies(path.read_text(encoding="utf-8"))) for path in SOURCES}
+    places = {path.relative_to(PACKAGE).as_posix(): copies for path, copies in found.items() if copies}
+    assert places == {
+        "ops/host.py": [
+            "_pinned(host).to(device, non_blocking=True)",
+            "self._host.copy_(values, non_blocking=True)",
+        ]
+    }
 
 
 @pytest.mark.parametrize(
