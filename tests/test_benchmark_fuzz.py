@@ -129,7 +129,7 @@ def spread(fuzz: ModuleType, **changes: Any) -> Any:
     """A call over two ranks that prunes, the second rank with most tokens."""
     config = {"max_drop": 0.5, "warmup_steps": 0, **changes.pop("config", {})}
     call = fuzz.FuzzCall(tokens=17, experts=4, top_k=2, hidden=5, width=4, config=tuple(config.items()))
-    return fuzz.RanksCall(call=call, sizes=(3, 14), **changes)
+    return importlib.import_module("fuzz_calls").RanksCall(call=call, sizes=(3, 14), **changes)
 
 
 def answers(pool: Pool, drawn: Any) -> list[Any]:
