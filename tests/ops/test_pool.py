@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -81,6 +82,16 @@ def test_at_most_the_limit_waits_and_the_longest_unused_goes_first() -> None:
     assert pool.take((110,), like).data_ptr() == at
     pool.release()
     assert pool.waiting_bytes == 0
+
+
+def test_what_dies_beyond_the_limit_goes_at_once_without_another_call() -> None:
+    pool = small_pool(keep=1000)
+    many, one = [pool.take((100,), torch.empty(0)) for _ in range(8)], pool.take((100,), torch.empty(0))
+    held = [weakref.ref(base) for _, base in pool._lent.values()]
+    del many
+    assert sum(base() is not None for base in held) == 3  # two of 450 bytes wait, and one is lent
+    del one
+    assert sum(base() is not None for base in held) == 2
 
 
 def test_small_and_foreign_tensors_are_plain() -> None:

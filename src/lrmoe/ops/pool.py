@@ -35,9 +35,7 @@ class Pool:
         self._keep_bytes, self._smallest_bytes = keep_bytes, smallest_bytes
         self._lock = threading.Lock()
         self._lent: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
-        self._back: deque[int] = (
-            deque()
-        )  # what died since; filled by the garbage collector, which may not wait
+        self._back: deque[int] = deque()  # what died and is not taken back yet
         self._free: list[Tensor] = []  # the longest unused first
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -75,8 +73,20 @@ class Pool:
         """A tensor on an array of its own over `base`, (size,) uint8."""
         array = base.numpy()[:size]
         key = id(base)
-        self._lent[key] = weakref.ref(array, lambda _: self._back.append(key)), base
+        self._lent[key] = weakref.ref(array, lambda _: self._died(key)), base
         return torch.from_numpy(array)
+
+    def _died(self, key: int) -> None:
+        """Take a buffer back, at once: a backward pass only frees, and what is beyond the limit is to go meanwhile.
+
+        Runs wherever the last reference ends, even within `take`, so it may not wait: who has the lock sees to it then.
+        """
+        self._back.append(key)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
 
     def _collect(self) -> None:
         """Take back what died since, and let go of what has waited longest beyond the limit."""
