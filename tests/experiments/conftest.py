@@ -15,5 +15,5 @@ from tests.forked import forked_workers
 @pytest.fixture(scope="package", autouse=True)
 def quick_start() -> Iterator[None]:
     """For all tests of this folder."""
-    with forked_workers(), mock.patch.object(workers, "get_context", lambda kind: context()):
+    with forked_workers(), mock.patch.object(workers, "get_context", return_value=context()):
         yield
