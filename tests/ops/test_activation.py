@@ -80,6 +80,26 @@ def test_backward_into_a_given_buffer_and_from_strided_input(kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", [[], [4], [0, 6, 6, 1, 3, 2, 5]])
+def test_backward_reads_rows_by_index(index: list[int], dtype: torch.dtype) -> None:
+    h, dphi = normal(7, 10, dtype=dtype), normal(len(index), 5, seed=1, dtype=dtype)
+    scale = normal(len(index), seed=2).abs().to(torch.promote_types(dtype, torch.float32))
+    at = torch.tensor(index, dtype=torch.int64)
+    expected = gated_activation_backward(dphi.clone(), h[at], scale, "silu")
+    found = gated_activation_backward(dphi.clone(), h, scale, "silu", index_N=at)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for wrong in (-1, 7):
+        with pytest.raises(IndexError):
+            gated_activation_backward(
+                normal(1, 5), h.double(), torch.ones(1).double(), "silu", index_N=at.new_tensor([wrong])
+            )
+        with pytest.raises(IndexError):
+            gated_activation_backward(
+                normal(1, 5).float(), h.float(), torch.ones(1), "silu", index_N=at.new_tensor([wrong])
+            )
+
+
 def test_a_row_of_scale_zero_gets_zero_gradient_but_its_dot() -> None:
     h, dphi = normal(3, 8), normal(3, 4, seed=1)
     dh, phi, dot = gated_activation_backward(dphi.clone(), h, torch.tensor([1.0, 0.0, 2.0]).double(), "silu")

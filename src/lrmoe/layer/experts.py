@@ -21,6 +21,7 @@ from lrmoe.distributed.probe import current
 from lrmoe.ops import (
     Workspace,
     empty,
+    fuses,
     gated_activation,
     gated_activation_backward,
     gather_rows,
@@ -305,11 +306,12 @@ def _block_backward(
     g_rows, scale, early = _prescaled(g.take("g", at.start, at.stop), scale)
     packs = h is None or (grads[0] is not None and _packs_early(x))
     x_rows = x.take("x", at.start, at.stop) if packs else None
-    h_rows = _hidden(gate_up, x_rows, h, at, part)
+    h_rows, h_index = _hidden(gate_up, x_rows, h, at, part)
     dphi = scratch.take("dphi", (g_rows.shape[0], down.shape[2]), g_rows)
     grouped_mm_input(g_rows, down, part, out=dphi)
+    dh = scratch.take("dh", (dphi.shape[0], h_rows.shape[1]), h_rows)
     dh, phi, found = gated_activation_backward(
-        dphi, h_rows, scale, weights.activation, out=scratch.take("dh", tuple(h_rows.shape), h_rows)
+        dphi, h_rows, scale, weights.activation, out=dh, index_N=h_index
     )
     dot.copy_(found if early is None else found / early)
     if grads[1] is not None:
@@ -350,12 +352,17 @@ def _prescaled(g_rows: Tensor, scale_M: Tensor) -> tuple[Tensor, Tensor, Tensor 
     return (g_rows * early.unsqueeze(1)).to(torch.float16), scale_M / early, early
 
 
-def _hidden(gate_up: Tensor, x_rows: Tensor | None, h: Rows | None, at: slice, part: Sequence[int]) -> Tensor:
+def _hidden(
+    gate_up: Tensor, x_rows: Tensor | None, h: Rows | None, at: slice, part: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
+    """First projections of a block; with an index where a compiled pass reads them as they lie."""
     if h is not None:
-        return h.take("h", at.start, at.stop)
+        if h.index_M is not None and h.source.device.type == "cpu" and fuses(h.source.device, h.source.dtype):
+            return h.source, h.index_M[at]
+        return h.take("h", at.start, at.stop), None
     assert x_rows is not None, "recomputing needs the inputs"
     out = scratch.take("h", (x_rows.shape[0], gate_up.shape[1]), x_rows)
-    return grouped_mm(x_rows, gate_up, part, out=out)
+    return grouped_mm(x_rows, gate_up, part, out=out), None
 
 
 def _input_gradient(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lrmoe.ops import fused
+from lrmoe.ops import cpu, fused
 from lrmoe.ops.rows import row_norms
 
 _Forward = Callable[[Tensor], Tensor]
@@ -52,7 +52,13 @@ def gated_activation(
 
 
 def gated_activation_backward(
-    dphi_NI: Tensor, h_N2I: Tensor, scale_N: Tensor, kind: str, *, out: Tensor | None = None
+    dphi_NI: Tensor,
+    h_N2I: Tensor,
+    scale_N: Tensor,
+    kind: str,
+    *,
+    out: Tensor | None = None,
+    index_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of the gated activation for rows whose upstream gradient is still to be scaled.
 
@@ -62,14 +68,20 @@ def gated_activation_backward(
         scale_N: (N,) fp32 (fp64 for fp64 rows), factor of each row's gradient (routing weight times 1/pi).
         kind: as in forward.
         out: optional (N, 2I) destination of the gradient at h.
+        index_N: int64 (N,) or None; with it row n reads `h[index[n]]`, and h may have any number of rows. Without a
+            compiled pass they are gathered first.
 
     Returns:
         dh (N, 2I) = scale * gradient at h; phi scaled by `scale` (N, I), the right factor of the down projection's
         weight gradient; dot_N = <dphi, phi> before scaling, in the dtype of `scale_N`: the gradient of the routing
         weight.
     """
-    dh = torch.empty_like(h_N2I) if out is None else out
-    dot_N = fused.gate_backward(dphi_NI, h_N2I, scale_N, kind, dh)
+    dh = h_N2I.new_empty((dphi_NI.shape[0], h_N2I.shape[1])) if out is None else out
+    if index_N is not None:
+        dot_N = cpu.gate_backward(dphi_NI, h_N2I, scale_N, kind, dh, index_N)
+        h_N2I = h_N2I if dot_N is not None else h_N2I.index_select(0, index_N)
+    else:
+        dot_N = fused.gate_backward(dphi_NI, h_N2I, scale_N, kind, dh)
     if dot_N is not None:
         return dh, dphi_NI, dot_N
     return _plain_backward(dphi_NI, h_N2I, scale_N, kind, dh)

@@ -17,6 +17,12 @@
 
 static inline char *at_row(rows_t rows, int64_t row) { return rows.data + row * rows.stride; }
 
+#define AHEAD 4 /* rows that are asked for before they are read, where they lie apart */
+
+static inline void fetch(const char *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
+
 /* Chance that a standard normal number lies below -z, z >= 0, over e^(-z^2/2): t = 1 / (1 + z/4) times a polynomial in
  * t, fitted to the least largest relative error, 4e-8. */
 static inline float tail_ratio(float z) {
@@ -87,10 +93,13 @@ static void gate(int kind, int format, rows_t h, rows_t phi, float *norms, int64
     }
 }
 
-static void gate_backward(int kind, int format, rows_t dphi, rows_t h, const float *scale, rows_t dh, float *dot,
-                          int64_t rows, int64_t width, int threads) {
+/* Row i reads h[index[i]], or h[i] without an index. */
+static void gate_backward(int kind, int format, rows_t dphi, rows_t h, const int64_t *index, const float *scale,
+                          rows_t dh, float *dot, int64_t rows, int64_t width, int threads) {
+    int64_t size = format == F32 ? 4 : 2;
     FOR_ROWS(row, rows, width) {
-        const char *from = at_row(h, row);
+        const char *from = at_row(h, index == NULL ? row : index[row]);
+        if (index != NULL && row + AHEAD < rows) fetch(at_row(h, index[row + AHEAD]), 2 * width * size);
         char *grad = at_row(dphi, row), *to = at_row(dh, row);
         float products[LANES] = {0}, factor = scale[row];
         for (int64_t at = 0; at < width; at += TILE) {
@@ -116,7 +125,6 @@ static void gate_backward(int kind, int format, rows_t dphi, rows_t h, const flo
     }
 }
 
-#define AHEAD 4 /* rows that are asked for before they are read */
 #define SUM_WIDTH 1024 /* numbers of a token summed at once: 4 KiB that stay in the nearest cache */
 
 static inline void add_row(float *restrict sum, const char *row, int64_t at, int64_t n, int format, float weight) {
@@ -127,10 +135,6 @@ static inline void add_row(float *restrict sum, const char *row, int64_t at, int
         const uint16_t *from = (const uint16_t *)row + at;
         for (int64_t i = 0; i < n; i++) sum[i] = MADD(widened(from[i]), weight, sum[i]);
     }
-}
-
-static inline void fetch(const char *row, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
 }
 
 static void combine(int format, rows_t rows, const int64_t *index, const int64_t *ends, const float *weight,

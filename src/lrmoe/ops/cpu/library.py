@@ -52,8 +52,8 @@ def _declare(found: ctypes.CDLL) -> None:
         "lrmoe_choose": (number, (number,)),
         "lrmoe_gate": (nothing, (number, number, *rows, *rows, address, whole, whole, number)),
         "lrmoe_gate_backward": (
-            nothing,
-            (number, number, *rows, *rows, address, *rows, address, whole, whole, number),
+            number,
+            (number, number, *rows, *rows, whole, address, address, *rows, address, whole, whole, number),
         ),
         "lrmoe_norms": (nothing, (number, *rows, address, whole, whole, number)),
         "lrmoe_combine": (

@@ -1,6 +1,8 @@
 /* What Python calls: the passes of kernels.c in the widest form that this processor has. */
 #include "variant.h"
 
+#include <stddef.h>
+
 extern const variant_t variant_plain;
 #ifdef LRMOE_X86
 extern const variant_t variant_avx2, variant_avx512;
@@ -36,12 +38,6 @@ PUBLIC void lrmoe_gate(int kind, int format, char *h, int64_t h_stride, char *ph
     chosen->gate(kind, format, (rows_t){h, h_stride}, (rows_t){phi, phi_stride}, norms, rows, width, threads);
 }
 
-PUBLIC void lrmoe_gate_backward(int kind, int format, char *dphi, int64_t dphi_stride, char *h, int64_t h_stride,
-                                const float *scale, char *dh, int64_t dh_stride, float *dot, int64_t rows,
-                                int64_t width, int threads) {
-    chosen->gate_backward(kind, format, (rows_t){dphi, dphi_stride}, (rows_t){h, h_stride}, scale,
-                          (rows_t){dh, dh_stride}, dot, rows, width, threads);
-}
 
 PUBLIC void lrmoe_norms(int format, char *data, int64_t stride, float *norms, int64_t rows, int64_t width,
                         int threads) {
@@ -52,6 +48,16 @@ static int outside(const int64_t *index, int64_t count, int64_t limit) {
     int found = 0;
     for (int64_t i = 0; i < count; i++) found |= index[i] < 0 || index[i] >= limit;
     return found;
+}
+
+/* Returns 0, or 1 (nothing written) where an index names none of the `count` rows of h. */
+PUBLIC int lrmoe_gate_backward(int kind, int format, char *dphi, int64_t dphi_stride, char *h, int64_t h_stride,
+                               int64_t count, const int64_t *index, const float *scale, char *dh, int64_t dh_stride,
+                               float *dot, int64_t rows, int64_t width, int threads) {
+    if (index != NULL && outside(index, rows, count)) return 1;
+    chosen->gate_backward(kind, format, (rows_t){dphi, dphi_stride}, (rows_t){h, h_stride}, index, scale,
+                          (rows_t){dh, dh_stride}, dot, rows, width, threads);
+    return 0;
 }
 
 /* Returns 0, or 1 (nothing written) where an index names no row or an end no entry. */

@@ -36,26 +36,44 @@ def gate(h_N2I: Tensor, kind: str, phi_NI: Tensor, norm_N: Tensor | None) -> Ten
 
 
 def gate_backward(
-    dphi_NI: Tensor, h_N2I: Tensor, scale_N: Tensor, kind: str, dh_N2I: Tensor
+    dphi_NI: Tensor,
+    h_N2I: Tensor,
+    scale_N: Tensor,
+    kind: str,
+    dh_N2I: Tensor,
+    index_N: Tensor | None = None,
 ) -> Tensor | None:
-    """Gradients at h into `dh_N2I` and scaled phi into `dphi_NI`; returns the dots, fp32 (N,)."""
+    """Gradients at h into `dh_N2I` and scaled phi into `dphi_NI`; returns the dots, fp32 (N,).
+
+    With an index row n reads `h[index[n]]`, and h has any number of rows.
+    """
     found = library()
     if found is None or kind not in _KINDS or not serves(dphi_NI, h_N2I, dh_N2I):
         return None
-    if not (_halves(h_N2I, dphi_NI) and _halves(dh_N2I, dphi_NI) and _lies(scale_N, dphi_NI.shape[0])):
+    if not (_halves(dh_N2I, dphi_NI) and _lies(scale_N, dphi_NI.shape[0])):
+        return None
+    if index_N is None:
+        fits = _halves(h_N2I, dphi_NI)
+    else:
+        fits = _listed(index_N) and index_N.shape == scale_N.shape and h_N2I.shape[1] == dh_N2I.shape[1]
+    if not fits:
         return None
     dot_N = torch.empty_like(scale_N)
-    found.lrmoe_gate_backward(
+    failed = found.lrmoe_gate_backward(
         _KINDS[kind],
         FORMATS[h_N2I.dtype],
         *_rows(dphi_NI),
         *_rows(h_N2I),
+        h_N2I.shape[0],
+        None if index_N is None else index_N.data_ptr(),
         scale_N.data_ptr(),
         *_rows(dh_N2I),
         dot_N.data_ptr(),
         *dphi_NI.shape,
         torch.get_num_threads(),
     )
+    if failed:
+        raise IndexError(f"gated_activation_backward: an index is out of range; valid: [0, {h_N2I.shape[0]})")
     return dot_N
 
 

@@ -14,8 +14,8 @@ typedef struct {
 
 typedef struct {
     void (*gate)(int kind, int format, rows_t h, rows_t phi, float *norms, int64_t rows, int64_t width, int threads);
-    void (*gate_backward)(int kind, int format, rows_t dphi, rows_t h, const float *scale, rows_t dh, float *dot,
-                          int64_t rows, int64_t width, int threads);
+    void (*gate_backward)(int kind, int format, rows_t dphi, rows_t h, const int64_t *index, const float *scale,
+                          rows_t dh, float *dot, int64_t rows, int64_t width, int threads);
     void (*combine)(int format, rows_t rows, const int64_t *index, const int64_t *ends, const float *weight,
                     rows_t out, int64_t tokens, int64_t width, int threads);
     void (*norms)(int format, rows_t rows, float *norms, int64_t count, int64_t width, int threads);

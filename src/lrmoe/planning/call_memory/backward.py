@@ -177,6 +177,7 @@ class BackwardWalk(Walk):
     ) -> None:
         """Scratch of the largest block: see `experts._block_backward` and the activation's backward."""
         sizes, shape = self.sizes, self.sizes.shape
+        gathers_h = gathers_h and not sizes.reads_stash_by_index
         h = 2 * self.width * (gathers_h or computes_h)
         x = self.row * (gathers_x and (sizes.needs_gate_up or computes_h))
         narrow = sizes.sum_bytes != shape.element_bytes

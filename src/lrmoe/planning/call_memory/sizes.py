@@ -50,6 +50,11 @@ class CallSizes:
     fused: bool
 
     @property
+    def reads_stash_by_index(self) -> bool:
+        """Whether first projections that stayed are read where they lie, as compiled passes do on a CPU."""
+        return self.fused and self.block_rows is not None
+
+    @property
     def needs_x(self) -> bool:
         """Whether the input needs a gradient."""
         return self.needs[0]
