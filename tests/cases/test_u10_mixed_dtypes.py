@@ -7,6 +7,7 @@ input's dtype, and a gradient that of its tensor.
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lrmoe import ConfigError, LRMoEConfig
+from lrmoe import ConfigError, LRMoEConfig, RankError
 from lrmoe.integrations import transformers as lrmoe_hf
 from tests.distributed.pool import Pool
 from tests.integrations.models import make_model, make_tokens, run
@@ -135,7 +136,7 @@ def test_an_overflow_skips_is_counted_and_the_clock_goes_on(fused: bool, unscale
         assert torch.equal(before, model.lm_head.weight) is (step == 1)
     assert handle.clock.step == 3
     assert handle.steps_skipped == handle.summary()["steps_skipped"] == 1
-    assert "1 steps were skipped" in str(handle)
+    assert "1 step was skipped: its gradients were not finite" in str(handle)
     assert scaler.get_scale() == SCALE / 2
 
 
@@ -204,6 +205,23 @@ def test_an_inf_on_one_rank_makes_all_skip(
     assert found[0] == found[1]
     assert found[0]["moved"] == [True, False, True]
     assert (found[0]["scale"], found[0]["skipped"], found[0]["step"]) == (SCALE / 2, 1, 3)
+
+
+def agree_with_one_that_leaves(path: str) -> None:
+    """Worker: the last rank ends where the other waits for its flag."""
+    model = load(path, F32)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    fp16_step(model, scaler, make_tokens(1, 8))
+    if dist.get_rank() == 1:
+        os._exit(3)
+    lrmoe_hf.agree_on_overflow(scaler, optimizer)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_lost_is_named_where_the_other_waits(pool2: Pool, saved: str) -> None:
+    first, _ = pool2.outcomes(agree_with_one_that_leaves, saved, limit_s=LIMIT_S)
+    assert isinstance(first.error, RankError)
+    assert str(first.error).startswith("agreeing on an overflow: some rank was lost")
 
 
 @pytest.mark.distributed

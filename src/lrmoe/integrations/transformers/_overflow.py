@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.distributed import ProcessGroup
 
+from lrmoe.distributed.peers import waiting
 from lrmoe.errors import ConfigError
 from lrmoe.integrations.transformers._handle import Handle
 from lrmoe.integrations.transformers._spread import local_part
@@ -49,6 +50,7 @@ def agree_on_overflow(
 
     Raises:
         ConfigError: the scaler has scaled no loss yet, or has stepped this optimizer already.
+        RankError: another rank was lost, or did not come in time.
     """
     if not scaler.is_enabled():
         return False
@@ -57,7 +59,8 @@ def agree_on_overflow(
     home = scaler._scale.device if scaler._scale is not None else flags[0].device
     found = torch.stack([flag.to(home) for flag in flags]).amax()
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        with waiting("agreeing on an overflow"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     for flag in flags:
         flag.copy_(found)
     skipped = bool(found.item())

@@ -31,7 +31,9 @@ def report(summary: dict[str, Any], *, ranks: int) -> str:
     if summary["nonfinite_scores"]:
         lines.append(f"{summary['nonfinite_scores']} scores were not finite: look at the loss")
     if summary.get("steps_skipped"):
-        lines.append(f"{summary['steps_skipped']} steps were skipped: their gradients were not finite")
+        one = summary["steps_skipped"] == 1
+        what = "step was skipped: its" if one else "steps were skipped: their"
+        lines.append(f"{summary['steps_skipped']} {what} gradients were not finite")
     lines.extend(_checked(summary.get("check", {})))
     lines.extend(_observed(summary.get("observed", {}), ranks))
     return "\n".join(lines)
