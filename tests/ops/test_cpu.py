@@ -160,6 +160,14 @@ def test_a_library_is_built_where_there_is_gcc(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == [build.LIBRARY]
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs GCC")
+def test_a_compiler_may_have_arguments_and_an_empty_name_is_none() -> None:
+    gcc = str(shutil.which("gcc"))
+    assert build._compiler("gcc -m64 -g") == [gcc, "-m64", "-g"]
+    assert build._compiler("env gcc")[1:] == ["gcc"]
+    assert build._compiler("") == build._compiler(" ") == build._compiler(None) == [gcc]
+
+
 def test_no_compiler_and_one_that_is_not_gcc_are_named(tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match=r"^no C compiler \(no-such-compiler\)$"):
         build.build(tmp_path / build.LIBRARY, "no-such-compiler")

@@ -8,6 +8,7 @@ Needs GCC, and nothing of Python but its standard library: an installation runs 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -53,10 +54,11 @@ def build(target: Path, compiler: str | None = None) -> str:
     """Compile the sources into the library `target`.
 
     Args:
-        compiler: command to call; by default the first of gcc and cc that is there.
+        compiler: command to call, with arguments where it has some ("ccache gcc"); by default, and where it is empty,
+            the first of gcc and cc that is there.
 
     Returns:
-        the compiler's path.
+        the command with its program's path.
 
     Raises:
         BuildError: there is none, it is not GCC, or it failed.
@@ -66,32 +68,32 @@ def build(target: Path, compiler: str | None = None) -> str:
         work = Path(folder)
         objects = list(_objects(command, work))
         made = work / LIBRARY
-        _run([command, "-shared", "-fopenmp", *map(str, objects), "-o", str(made)])
+        _run([*command, "-shared", "-fopenmp", *map(str, objects), "-o", str(made)])
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_suffix(".new")
         shutil.copyfile(made, fresh)
         fresh.replace(target)  # a process that has the old library mapped keeps it
-    return command
+    return " ".join(command)
 
 
-def _compiler(wanted: str | None) -> str:
-    names = ("gcc", "cc") if wanted is None else (wanted,)
-    found = next((path for path in map(shutil.which, names) if path is not None), None)
+def _compiler(wanted: str | None) -> list[str]:
+    names = [[wanted], wanted.split()] if wanted and wanted.strip() else [["gcc"], ["cc"]]
+    found = next(([path, *rest] for name, *rest in names if (path := shutil.which(name)) is not None), None)
     if found is None:
-        raise BuildError(f"no C compiler ({' or '.join(names)})")
-    macros = _run([found, "-dM", "-E", "-x", "c", "/dev/null"])
+        raise BuildError(f"no C compiler ({wanted or 'gcc or cc'})")
+    macros = _run([*found, "-dM", "-E", "-x", "c", "/dev/null"])
     if "__clang__" in macros or "__GNUC__" not in macros:
         # Another compiler's OpenMP brings a second pool of threads beside the one torch computes with.
-        raise BuildError(f"{found} is not GCC, whose OpenMP library torch uses too")
+        raise BuildError(f"{' '.join(found)} is not GCC, whose OpenMP library torch uses too")
     return found
 
 
-def _objects(command: str, work: Path) -> Iterator[Path]:
+def _objects(command: list[str], work: Path) -> Iterator[Path]:
     macros = [f"-DLRMOE_SOURCES={checksum()}", *(["-DLRMOE_X86"] if X86 else [])]
     parts = {name: ("kernels.c", [f"-DVARIANT={name}", *flags]) for name, flags in VARIANTS.items()}
     for name, (source, flags) in {**parts, "lrmoe_cpu": ("lrmoe_cpu.c", macros)}.items():
         made = work / f"{name}.o"
-        _run([command, *_COMMON, *_NUMBERS, *flags, "-c", str(SOURCES / source), "-o", str(made)])
+        _run([*command, *_COMMON, *_NUMBERS, *flags, "-c", str(SOURCES / source), "-o", str(made)])
         yield made
 
 
@@ -106,10 +108,10 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> int:
-    """Build into the installed package."""
+    """Build into the installed package, with the command in CC where that is set, as an installation does."""
     target = SOURCES / LIBRARY
     try:
-        print(f"built {target} with {build(target)}")
+        print(f"built {target} with {build(target, os.environ.get('CC'))}")
     except BuildError as error:
         print(f"not built: {error}", file=sys.stderr)
         return 1
