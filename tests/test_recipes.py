@@ -91,7 +91,10 @@ def test_trl(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("section", "files"),
     [
         ("Expert parallel, one node", ["examples/ep_torchrun.py"]),
-        ("Trainer, expert parallel", ["tests/integrations/test_resume.py", "tests/integrations/ranks.py"]),
+        (
+            "Trainer, expert parallel",
+            [f"tests/integrations/{name}.py" for name in ("test_resume", "trainers", "ranks")],
+        ),
     ],
 )
 def test_the_calls_of_an_expert_parallel_recipe_are_those_of_what_runs_it(
