@@ -168,6 +168,22 @@ def test_a_compiler_may_have_arguments_and_an_empty_name_is_none() -> None:
     assert build._compiler("") == build._compiler(" ") == build._compiler(None) == [gcc]
 
 
+def test_the_command_says_what_it_built_or_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "build", lambda target, compiler: f"/bin/{compiler}")
+    assert build.main("some-gcc") == 0
+    assert capsys.readouterr().out == f"built {tmp_path / build.LIBRARY} with /bin/some-gcc\n"
+
+    def refuse(target: Path, compiler: str | None) -> str:
+        raise build.BuildError("no C compiler")
+
+    monkeypatch.setattr(build, "build", refuse)
+    assert build.main() == 1
+    assert capsys.readouterr().err == "not built: no C compiler\n"
+
+
 def test_no_compiler_and_one_that_is_not_gcc_are_named(tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match=r"^no C compiler \(no-such-compiler\)$"):
         build.build(tmp_path / build.LIBRARY, "no-such-compiler")
@@ -201,5 +217,5 @@ def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(library, "checksum", lambda: "0" * 16)
     assert library._load(old) == (
         None,
-        "built from other sources (python -m lrmoe.ops.cpu.build builds anew)",
+        "built from other sources (python -m lrmoe.ops.cpu builds anew)",
     )

@@ -1,6 +1,6 @@
 """Build the CPU passes from the C sources beside this file: by the package's installation, or again by hand.
 
-    python -m lrmoe.ops.cpu.build
+    python -m lrmoe.ops.cpu [compiler with arguments]
 
 Needs GCC, and nothing of Python but its standard library: an installation runs this file alone.
 """
@@ -8,7 +8,6 @@ Needs GCC, and nothing of Python but its standard library: an installation runs 
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -107,16 +106,12 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def main() -> int:
-    """Build into the installed package, with the command in CC where that is set, as an installation does."""
+def main(compiler: str | None = None) -> int:
+    """Build into the installed package; see `build` for the compiler."""
     target = SOURCES / LIBRARY
     try:
-        print(f"built {target} with {build(target, os.environ.get('CC'))}")
+        print(f"built {target} with {build(target, compiler)}")
     except BuildError as error:
         print(f"not built: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

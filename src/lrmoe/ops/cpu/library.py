@@ -31,14 +31,14 @@ _level: int | None = _WIDEST  # None: switched off
 def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     """The library, and what was found: the instruction set in use, or why there is no library."""
     if not path.exists():
-        return None, "not built: the installation found no GCC (python -m lrmoe.ops.cpu.build tries again)"
+        return None, "not built: the installation found no GCC (python -m lrmoe.ops.cpu tries again)"
     try:
         found = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"cannot be loaded: {error}"
     found.lrmoe_sources.restype = ctypes.c_char_p
     if found.lrmoe_sources() != checksum().encode():
-        return None, "built from other sources (python -m lrmoe.ops.cpu.build builds anew)"
+        return None, "built from other sources (python -m lrmoe.ops.cpu builds anew)"
     _declare(found)
     return found, LEVELS[found.lrmoe_choose(_WIDEST)]
 
