@@ -15,7 +15,7 @@ One call in five is made over several ranks, each a process with its own number 
 Names: fuzz.calls, fuzz.failures: distinct failures (exit code 1 if any); their context says how many calls were made on
 how many ranks.
 
-Expected duration on 2 cores: 2 to 4 minutes for 1,000 calls, 20 to 40 for 10,000.
+Expected duration on 2 cores: 1 to 3 minutes for 1,000 calls, 10 to 30 for 10,000.
 """
 
 from __future__ import annotations
