@@ -40,6 +40,8 @@ def write(folder: Path, file: str, rows: dict[str, dict[str, Any]]) -> None:
         (-0.5, -0.44, "lower", "worse"),
         (0.0, 0.001, "lower", "worse"),
         (0.0, 0.0, "lower", "as before"),
+        (1.0, float("nan"), "lower", "worse"),
+        (1.0, float("nan"), "higher", "worse"),
     ],
 )
 def test_without_a_spread_ten_percent_are_allowed(old: float, new: float, better: str, expected: str) -> None:

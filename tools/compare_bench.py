@@ -76,7 +76,8 @@ def _one(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
     room = tolerance(old, new) * abs(old["value"])
     sign = 1 if old["better"] == "lower" else -1
     worse_by = sign * (new["value"] - old["value"])
-    verdict = WORSE if worse_by > room else BETTER if -worse_by > room else SAME
+    within = worse_by <= room  # never for NaN: a figure that is no number any more is no better one
+    verdict = WORSE if not within else BETTER if -worse_by > room else SAME
     return Verdict(
         name=name,
         committed=old["value"],
