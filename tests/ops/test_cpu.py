@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,27 @@ def test_what_the_library_cannot_serve_takes_torchs_operators() -> None:
         combine(h, torch.tensor([4]), torch.tensor([1]))
     with pytest.raises(IndexError):
         combine(h, torch.tensor([0]), torch.tensor([2]))
+
+
+@compiled
+def test_tensors_whose_memory_is_not_theirs_take_torchs_operators() -> None:
+    h = normal(4, 6)
+    signs = torch._neg_view(h)
+    torch.testing.assert_close(gated_activation(signs, "silu"), gated_activation(-h, "silu"))
+    assert row_norms(torch._efficientzerotensor((4, 4))).tolist() == [0.0] * 4
+    expected = gated_activation(h, "silu")
+    silu = partial(gated_activation, kind="silu")
+    torch.testing.assert_close(torch.func.functionalize(silu)(h), expected)
+    torch.testing.assert_close(torch.func.vmap(silu)(h[None])[0], expected)
+    torch.testing.assert_close(torch.func.jvp(silu, (h,), (h,))[0], expected)
+
+
+@compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_records_the_passes() -> None:
+    trace = torch.jit.trace(lambda rows: gated_activation(rows, "silu"), normal(4, 6))
+    other = normal(4, 6, seed=1)
+    torch.testing.assert_close(trace(other), gated_activation(other, "silu"))
 
 
 def test_switched_off_within_and_on_again_after() -> None:

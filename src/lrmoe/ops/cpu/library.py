@@ -112,12 +112,23 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def plain(*tensors: Tensor) -> bool:
-    """Whether the memory of these tensors can be read row by row: each row in one piece, none with a gradient due."""
-    return all(
+    """Whether the memory of these tensors can be read row by row: each row in one piece, none with a gradient due.
+
+    Not while `torch.jit.trace` records: it would not see what is written.
+    """
+    return not torch._C._is_tracing() and all(
         type(t) in (Tensor, Parameter)
-        and t.device.type == "cpu"
+        and t.is_cpu
         and t.layout == torch.strided
+        and _holds_its_numbers(t)
         and (t.dim() < 2 or t.stride(1) == 1 or t.shape[1] < 2)
         and not (t.requires_grad and torch.is_grad_enabled())
         for t in tensors
+    )
+
+
+def _holds_its_numbers(tensor: Tensor) -> bool:
+    """Whether its memory is there and holds what the tensor says: no wrapper of torch.func, zeros or signs put off."""
+    return not (
+        torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor() or tensor.is_neg()
     )
