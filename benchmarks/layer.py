@@ -37,6 +37,7 @@ from rich.table import Table
 from rounds import Times, measure, ratios, spread
 
 from lrmoe.layer import MoELayer, release_scratch
+from lrmoe.ops import fuses
 from lrmoe.telemetry import figure
 from lrmoe.telemetry.tracking import StorageTracker, profiled_peak
 
@@ -53,7 +54,7 @@ def overhead_shares(
 ) -> list[float]:
     """By round, the share of the layer's time in phases that only pruning has and in the one copy made only for it.
 
-    That copy gathers the kept rows of the stash, block by block; without pruning they are read in place.
+    That copy gathers the kept rows of the stash, block by block, where no compiled pass reads them where they lie.
     """
     layer.telemetry.drain()
     shares = []
@@ -62,7 +63,9 @@ def overhead_shares(
         record = layer.telemetry.drain()[0]
         phases = record.ms if threads == 1 else record.wall_ms
         added = sum(phases.get(phase, 0.0) for phase in ADDED_PHASES)
-        copied = stash_copy_ms(record.pairs, record.kept, layer, dtype, clock_of(threads))
+        copied = 0.0
+        if not fuses(torch.device("cpu"), dtype):
+            copied = stash_copy_ms(record.pairs, record.kept, layer, dtype, clock_of(threads))
         shares.append((added + copied) / sum(phases.values()))
     return shares
 
@@ -75,7 +78,7 @@ def clock_of(threads: int) -> Callable[[], float]:
 def stash_copy_ms(
     pairs: int, kept: int, layer: MoELayer, dtype: torch.dtype, clock: Callable[[], float]
 ) -> float:
-    """Milliseconds to gather `kept` of `pairs` stash rows as backward does, a block at a time."""
+    """Milliseconds to gather `kept` of `pairs` stash rows as backward does then, a block at a time."""
     stash = torch.zeros(pairs, 2 * layer.shape.width, dtype=dtype)
     index = torch.randperm(pairs)[:kept].sort().values
     block = torch.empty(BLOCK_ROWS, stash.shape[1], dtype=stash.dtype)

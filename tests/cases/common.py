@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lrmoe.layer.experts import scratch
+from lrmoe.layer.buffers import scratch
 
 
 def poison_memory(kilobytes: int = 256) -> None:

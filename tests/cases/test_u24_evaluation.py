@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lrmoe.layer import MoELayer
-from lrmoe.layer.experts import scratch
+from lrmoe.layer.buffers import scratch
 from tests.distributed.calls import bounds_of
 from tests.distributed.pool import Pool
 from tests.layer.harness import build, forward, leaves, pruning, run

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
 from lrmoe.layer import MoELayer, StepClock
-from lrmoe.layer.experts import scratch
+from lrmoe.layer.buffers import scratch
 from tests.cases.on_device import NEEDS_CUDA, check_on_device
 from tests.integrations.models import make_model
 from tests.layer.harness import REENTRANT, build, exact, forward, leaves, pruning, run

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lrmoe.errors import InputError, LRMoEError, RankError
 from lrmoe.layer import MoELayer
-from lrmoe.layer.experts import release_scratch
+from lrmoe.layer.buffers import release_scratch
 from lrmoe.telemetry import CallRecord
 from lrmoe.telemetry.tracking import StorageTracker
 from tests.distributed.calls import even

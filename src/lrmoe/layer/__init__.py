@@ -4,8 +4,8 @@ Data walks route -> plan -> dispatch -> experts -> combine, and back score -> se
 experts' backward -> return.
 """
 
+from lrmoe.layer.buffers import release_scratch
 from lrmoe.layer.controller import StepClock
-from lrmoe.layer.experts import release_scratch
 from lrmoe.layer.moe import MoELayer
 from lrmoe.layer.padding import padding
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lrmoe.distributed.probe import current
+from lrmoe.layer.buffers import Needs, Rows, WeightGrads, Weights, scratch
 from lrmoe.layer.call import Call
-from lrmoe.layer.experts import Needs, Rows, WeightGrads, Weights, experts_backward, scratch
+from lrmoe.layer.experts import experts_backward
 from lrmoe.layer.forward import Walked
 from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, reroute

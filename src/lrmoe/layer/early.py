@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.layer.buffers import Rows, Stash
 from lrmoe.layer.call import Call, KeptSet
-from lrmoe.layer.experts import Rows, Stash
 from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, kept_table, nonzero, reroute
 from lrmoe.ops import gather_rows, upload

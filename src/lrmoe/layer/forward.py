@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lrmoe.distributed.probe import current
+from lrmoe.layer.buffers import Rows, scratch
 from lrmoe.layer.call import Call, KeptSet
 from lrmoe.layer.choice import choose_seats, in_order
 from lrmoe.layer.early import Stays, fix_kept, keep_inputs
-from lrmoe.layer.experts import Rows, experts_forward, scratch
+from lrmoe.layer.experts import experts_forward
 from lrmoe.layer.routing import Layout
 from lrmoe.layer.weights import Lease
 from lrmoe.layer.wire import return_rows, send_back, send_columns, send_rows, sum_by_token

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from lrmoe.distributed.probe import current
 from lrmoe.layer.backward import Wanted, walk_backward
+from lrmoe.layer.buffers import scratch
 from lrmoe.layer.call import Call
 from lrmoe.layer.check import check_gradients, is_checked
-from lrmoe.layer.experts import scratch
 from lrmoe.layer.forward import Walked, walk_forward
 
 

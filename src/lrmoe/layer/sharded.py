@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lrmoe.distributed import Comm
 from lrmoe.distributed.sharded import Cuts, KeptShards, fetch_shards, return_shards
-from lrmoe.layer.experts import WeightGrads, Weights
+from lrmoe.layer.buffers import WeightGrads, Weights
 from lrmoe.layer.weights import Lease
 
 if TYPE_CHECKING:

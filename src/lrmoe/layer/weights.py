@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from lrmoe.distributed.replicas import fetch_replicas, return_gradients
-from lrmoe.layer.experts import WeightGrads, Weights
+from lrmoe.layer.buffers import WeightGrads, Weights
 
 if TYPE_CHECKING:
     from lrmoe.layer.call import Call

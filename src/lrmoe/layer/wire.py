@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.layer.buffers import Rows, scratch
 from lrmoe.layer.call import Call
 from lrmoe.layer.choice import unique_rows
-from lrmoe.layer.experts import Rows, scratch
 from lrmoe.layer.routing import Layout, group_entries, token_entries
 from lrmoe.ops import Reading, combine, gather_rows, upload
 

@@ -4,7 +4,7 @@ Shape letters: N rows (pairs), E experts, H hidden, I expert width, T tokens, K 
 """
 
 from lrmoe.ops.activation import ACTIVATIONS, gated_activation, gated_activation_backward
-from lrmoe.ops.fused import fuses
+from lrmoe.ops.fused import fuses, indexes
 from lrmoe.ops.grouped import grouped_mm, grouped_mm_input, grouped_mm_weight, reads_by_index
 from lrmoe.ops.host import Reading, upload
 from lrmoe.ops.pages import empty
@@ -25,6 +25,7 @@ __all__ = [
     "grouped_mm",
     "grouped_mm_input",
     "grouped_mm_weight",
+    "indexes",
     "place_rows",
     "reads_by_index",
     "row_norms",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lrmoe.ops import cpu, fused
+from lrmoe.ops import fused
 from lrmoe.ops.rows import row_norms
 
 _Forward = Callable[[Tensor], Tensor]
@@ -77,13 +77,13 @@ def gated_activation_backward(
         weight.
     """
     dh = h_N2I.new_empty((dphi_NI.shape[0], h_N2I.shape[1])) if out is None else out
-    if index_N is not None:
-        dot_N = cpu.gate_backward(dphi_NI, h_N2I, scale_N, kind, dh, index_N)
-        h_N2I = h_N2I if dot_N is not None else h_N2I.index_select(0, index_N)
-    else:
-        dot_N = fused.gate_backward(dphi_NI, h_N2I, scale_N, kind, dh)
+    if index_N is not None and not fused.indexes(h_N2I.device, h_N2I.dtype):
+        h_N2I, index_N = h_N2I.index_select(0, index_N), None
+    dot_N = fused.gate_backward(dphi_NI, h_N2I, scale_N, kind, dh, index_N)
     if dot_N is not None:
         return dh, dphi_NI, dot_N
+    if index_N is not None:
+        h_N2I = h_N2I.index_select(0, index_N)
     return _plain_backward(dphi_NI, h_N2I, scale_N, kind, dh)
 
 

@@ -17,16 +17,25 @@ def fuses(device: torch.device, dtype: torch.dtype) -> bool:
     return (cuda if device.type == "cuda" else cpu).fuses(device, dtype)
 
 
+def indexes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `gate_backward` reads such rows by index."""
+    return (cuda if device.type == "cuda" else cpu).indexes(device, dtype)
+
+
 def gate(h_N2I: Tensor, kind: str, phi_NI: Tensor, norm_N: Tensor | None) -> Tensor | None:
     """phi = act(gate) * up into `phi_NI`, and its rows' norms, fp32, into `norm_N`."""
     return (cuda if h_N2I.is_cuda else cpu).gate(h_N2I, kind, phi_NI, norm_N)
 
 
 def gate_backward(
-    dphi_NI: Tensor, h_N2I: Tensor, scale_N: Tensor, kind: str, dh_N2I: Tensor
+    dphi_NI: Tensor, h_N2I: Tensor, scale_N: Tensor, kind: str, dh_N2I: Tensor, index_N: Tensor | None
 ) -> Tensor | None:
-    """Gradients at h into `dh_N2I` and scaled phi into `dphi_NI`; returns the dots, fp32 (N,)."""
-    return (cuda if h_N2I.is_cuda else cpu).gate_backward(dphi_NI, h_N2I, scale_N, kind, dh_N2I)
+    """Gradients at h into `dh_N2I` and scaled phi into `dphi_NI`; returns the dots, fp32 (N,).
+
+    An index, where row n reads `h[index[n]]`, only where `indexes`.
+    """
+    given = () if index_N is None else (index_N,)
+    return (cuda if h_N2I.is_cuda else cpu).gate_backward(dphi_NI, h_N2I, scale_N, kind, dh_N2I, *given)
 
 
 def norms(rows_NI: Tensor) -> Tensor | None:

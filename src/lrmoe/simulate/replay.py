@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError, InfeasibleError
-from lrmoe.layer.experts import scratch
+from lrmoe.layer.buffers import scratch
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.policies import get_policy
 from lrmoe.planning.problem import Problem, Topology

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lrmoe.layer.experts import Needs, Rows, WeightGrads, Weights, experts_backward, experts_forward, scratch
+from lrmoe.layer.buffers import Needs, Rows, WeightGrads, Weights, scratch
+from lrmoe.layer.experts import experts_backward, experts_forward
 from lrmoe.layer.routing import Layout, token_entries
 from lrmoe.ops import combine, gather_rows
 from lrmoe.planning.seats import Seats

@@ -1,6 +1,6 @@
 """Passes over rows compiled from C: gated activation with norms, its backward, sums per token."""
 
 from lrmoe.ops.cpu.library import LEVELS, fuses, limited, state
-from lrmoe.ops.cpu.passes import combine, gate, gate_backward, norms
+from lrmoe.ops.cpu.passes import combine, gate, gate_backward, indexes, norms
 
-__all__ = ["LEVELS", "combine", "fuses", "gate", "gate_backward", "limited", "norms", "state"]
+__all__ = ["LEVELS", "combine", "fuses", "gate", "gate_backward", "indexes", "limited", "norms", "state"]

@@ -10,10 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lrmoe.ops.cpu.library import FORMATS, library, plain, serves
+from lrmoe.ops.cpu.library import FORMATS, fuses, library, plain, serves
 from lrmoe.ops.pages import empty
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+def indexes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `gate_backward` reads such rows by index."""
+    return fuses(device, dtype)
 
 
 def gate(h_N2I: Tensor, kind: str, phi_NI: Tensor, norm_N: Tensor | None) -> Tensor | None:

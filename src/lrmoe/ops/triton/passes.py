@@ -21,6 +21,11 @@ def fuses(device: torch.device, dtype: torch.dtype) -> bool:
     return usable(torch.empty(0, dtype=dtype, device=device)) is None
 
 
+def indexes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `gate_backward` reads such rows by index: no kernel does."""
+    return False
+
+
 def gate(h_N2I: Tensor, kind: str, phi_NI: Tensor, norm_N: Tensor | None) -> Tensor | None:
     """phi = act(gate) * up into `phi_NI`, and its rows' norms, fp32, into `norm_N`."""
     if kind not in _KINDS or usable(h_N2I, phi_NI) or not _halves(h_N2I, phi_NI):
