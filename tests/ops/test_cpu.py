@@ -233,7 +233,9 @@ def test_why_there_is_no_library_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @compiled
-def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_other_sources_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     old = tmp_path / "old.so"
     shutil.copyfile(build.SOURCES / build.LIBRARY, old)
     monkeypatch.setattr(library, "checksum", lambda: "0" * 16)
@@ -241,3 +243,5 @@ def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: py
         None,
         "built from other sources (python -m lrmoe.ops.cpu builds anew)",
     )
+    assert "not used" in caplog.text
+    assert "python -m lrmoe.ops.cpu" in caplog.text

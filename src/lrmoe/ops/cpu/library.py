@@ -6,6 +6,7 @@ Without them everything works on torch's own operators, in more passes over memo
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from torch.nn import Parameter
 
 from lrmoe.ops.cpu.build import LIBRARY, SOURCES, checksum
 
+log = logging.getLogger(__name__)
+
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 LEVELS = ("any processor", "AVX2", "AVX-512")
 _WIDEST = len(LEVELS) - 1
@@ -29,9 +32,19 @@ _level: int | None = _WIDEST  # None: switched off
 
 @cache
 def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
-    """The library, and what was found: the instruction set in use, or why there is no library."""
+    """The library, and what was found: the instruction set in use, or why there is no library.
+
+    One that is there and cannot be used is told of in a log line: it was fast before.
+    """
     if not path.exists():
         return None, "not built: the installation found no GCC (python -m lrmoe.ops.cpu tries again)"
+    found, text = _open(path)
+    if found is None:
+        log.warning("the compiled CPU passes are not used, torch computes instead: %s", text)
+    return found, text
+
+
+def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
     try:
         found = ctypes.CDLL(str(path))
     except OSError as error:
