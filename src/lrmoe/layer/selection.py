@@ -27,8 +27,10 @@ from lrmoe.layer.single import (
     inclusion_of_each,
     sample_of_each,
 )
+from lrmoe.ops import cpu
 from lrmoe.ops.triton import usable
-from lrmoe.ops.triton.rule import SELECT_ROWS, Units
+from lrmoe.ops.triton.rule import SELECT_ROWS
+from lrmoe.ops.units import Units
 
 _RUN_ROWS = 8192  # rows of the experts that a CPU looks at together: what lies between stays in its cache
 _LARGE_ROWS = 4096  # rows of an expert that are a run alone
@@ -134,6 +136,8 @@ def _sample(rows: Candidates, chance_M: Tensor) -> Tensor:
     """The sample of a run: bool, or 0 and 1 in fp64, (M,)."""
     if not _one_by_one(rows):
         return systematic(rows, chance_M)
+    if (found := cpu.sample(chance_M, rows.counts_L, rows.offset_L, _UNITS)) is not None:
+        return found
     kept_M = sample_of_each(chance_M.numpy(), rows.counts_L.tolist(), rows.offset_L.tolist())
     return torch.from_numpy(kept_M)
 
@@ -219,6 +223,9 @@ def inclusion(rows: Candidates) -> Tensor:
 def _inclusion(rows: Candidates) -> Tensor:
     """The same of a run, int64, or whole numbers in fp64."""
     if _one_by_one(rows):
+        found = cpu.inclusion(rows.score_M, rows.counts_L, rows.quota_L, _UNITS)
+        if found is not None:
+            return found
         chance_M = inclusion_of_each(rows.score_M.numpy(), rows.counts_L.tolist(), rows.quota_L.tolist())
         return torch.from_numpy(chance_M)
     expert, quota = rows.expert_M, torch.minimum(rows.quota_L, rows.counts_L)

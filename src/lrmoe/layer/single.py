@@ -58,7 +58,7 @@ def _inclusion(score_M: NDArray[np.float32], quota: int) -> FloatArray:
     rows = score_M.shape[0]
     if quota >= rows:
         return np.full(rows, float(UNIT))
-    broken = None if math.isfinite(score_M.sum()) else ~np.isfinite(score_M)
+    broken = None if math.isfinite(score_M.sum(dtype=np.float64)) else ~np.isfinite(score_M)
     size, left = _sizes(score_M, broken), quota
     if broken is not None and (certain := int(np.count_nonzero(broken))) <= quota:
         size[broken] = 0  # from here on: certain

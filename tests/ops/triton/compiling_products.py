@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from lrmoe.ops.triton import grouped, select
-from lrmoe.ops.triton.rule import Units
+from lrmoe.ops.units import Units
 from tests.ops.triton.compiling import Call, report
 
 UNITS = Units(unit_bits=32, score_bits=30, broken=2**40, floor=1e-3)

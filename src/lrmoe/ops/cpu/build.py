@@ -90,7 +90,8 @@ def _compiler(wanted: str | None) -> list[str]:
 def _objects(command: list[str], work: Path) -> Iterator[Path]:
     macros = [f"-DLRMOE_SOURCES={checksum()}", *(["-DLRMOE_X86"] if X86 else [])]
     parts = {name: ("kernels.c", [f"-DVARIANT={name}", *flags]) for name, flags in VARIANTS.items()}
-    for name, (source, flags) in {**parts, "lrmoe_cpu": ("lrmoe_cpu.c", macros)}.items():
+    parts |= {"choose": ("choose.c", []), "lrmoe_cpu": ("lrmoe_cpu.c", macros)}
+    for name, (source, flags) in parts.items():
         made = work / f"{name}.o"
         _run([*command, *_COMMON, *_NUMBERS, *flags, "-c", str(SOURCES / source), "-o", str(made)])
         yield made

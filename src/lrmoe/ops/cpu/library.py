@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def _declare(found: ctypes.CDLL) -> None:
     number, address, whole = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
     rows = (address, whole)  # data, distance of rows in bytes
     nothing = None
-    signatures = {
+    signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "lrmoe_choose": (number, (number,)),
         "lrmoe_gate": (nothing, (number, number, *rows, *rows, address, whole, whole, number)),
         "lrmoe_gate_backward": (
@@ -73,6 +74,18 @@ def _declare(found: ctypes.CDLL) -> None:
             number,
             (number, *rows, whole, address, whole, address, address, *rows, whole, whole, number),
         ),
+    }
+    numbers = (
+        address,
+        whole,
+        address,
+        address,
+        whole,
+    )  # values, rows, counts, what is given for each, experts
+    real = ctypes.c_double
+    signatures |= {
+        "lrmoe_inclusion": (number, (*numbers, real, real, real, real, address, address, address, number)),
+        "lrmoe_sample": (number, (*numbers, number, address, address, number)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(found, name)

@@ -107,18 +107,3 @@ def tiles(product: Product, *, sums_rows: bool = False) -> Tiles:
 def _fit(size: int, most: int) -> int:
     """The power of two that holds so many, from 16 (the least that a tensor core takes) to `most`."""
     return min(most, max(16, 1 << max(size - 1, 0).bit_length()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Units:
-    """Fixed-point numbers of the sampled estimator.
-
-    Attributes:
-        unit_bits: a probability of 1 is 2**unit_bits. score_bits: the largest score of an expert is 2**score_bits.
-        broken: size of a row of non-finite score. floor: least score over the expert's mean.
-    """
-
-    unit_bits: int
-    score_bits: int
-    broken: int
-    floor: float

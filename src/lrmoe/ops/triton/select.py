@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lrmoe.ops.triton import select_sampled, select_top
 from lrmoe.ops.triton.launch import on
-from lrmoe.ops.triton.rule import Units
+from lrmoe.ops.units import Units
 
 _BLOCKS = (512, 2048)  # rows of a block, least (experts differ, and idle lanes cost little) and most
 
