@@ -11,6 +11,7 @@ import torch
 from lrmoe.layer import selection
 from lrmoe.layer.randomness import UNIT, Key, uniform_rows
 from lrmoe.layer.selection import Candidates, choose, inclusion, systematic
+from lrmoe.ops import cpu
 from tests.reference import inclusion as reference_inclusion
 
 
@@ -87,32 +88,38 @@ def test_weights_are_one_over_the_probability() -> None:
     torch.testing.assert_close(weight[kept].double(), 1 / chance[kept], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("level", [None, 0])  # NumPy's and torch's operators, and compiled code
 @pytest.mark.parametrize("run", [1, 40, 100])
 def test_experts_are_chosen_alike_however_many_are_looked_at_together(
-    run: int, monkeypatch: pytest.MonkeyPatch
+    run: int, level: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = [random_table(seed, sigma) for seed in range(10) for sigma in (0.0, 1.0, 6.0)]
     wanted = [(choose("sampled", "lrm", rows), inclusion(rows)) for rows in tables]
     monkeypatch.setattr(selection, "_RUN_ROWS", run)
-    for rows, (choice, chance) in zip(tables, wanted, strict=True):
-        found = choose("sampled", "lrm", rows)
-        assert torch.equal(found.weight_M, choice.weight_M)
-        assert torch.equal(inclusion(rows), chance)
+    monkeypatch.setattr(selection, "_WHOLE_ROWS", 0)
+    with cpu.limited(level):
+        for rows, (choice, chance) in zip(tables, wanted, strict=True):
+            found = choose("sampled", "lrm", rows)
+            assert torch.equal(found.weight_M, choice.weight_M)
+            assert torch.equal(inclusion(rows), chance)
 
 
+@pytest.mark.parametrize("level", [None, 0])
 @pytest.mark.parametrize("broken", [0, 3, 900])
 @pytest.mark.parametrize("sigma", [0.0, 1.5, 8.0])
 def test_an_expert_alone_is_chosen_as_beside_others(
-    sigma: float, broken: int, monkeypatch: pytest.MonkeyPatch
+    sigma: float, broken: int, level: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(selection, "_WHOLE_ROWS", 0)
     monkeypatch.setattr(selection, "_LARGE_ROWS", 2000)
     gen, counts = torch.Generator().manual_seed(5), [3000, 5, 0, 1500, 0, 40, 2000]
     score = torch.exp(sigma * torch.randn(sum(counts), generator=gen))
     score[torch.randperm(len(score), generator=gen)[:broken]] = torch.nan
     for quotas in ([300, 5, 0, 1499, 0, 7, 2000], [2999, 0, 0, 0, 0, 39, 5]):
         rows = candidates(score, counts, quotas, offset=UNIT // 3)
-        alone = choose("sampled", "lrm", rows), inclusion(rows)
-        with monkeypatch.context() as patch:
+        with cpu.limited(level):
+            alone = choose("sampled", "lrm", rows), inclusion(rows)
+        with monkeypatch.context() as patch, cpu.limited(None):
             for name in ("_LARGE_ROWS", "_RUN_ROWS", "_EACH_ROWS"):
                 patch.setattr(selection, name, 2**60)
             together = choose("sampled", "lrm", rows), inclusion(rows)

@@ -27,12 +27,13 @@ from lrmoe.layer.single import (
     inclusion_of_each,
     sample_of_each,
 )
-from lrmoe.ops import cpu
+from lrmoe.ops import cpu, fuses
 from lrmoe.ops.triton import usable
 from lrmoe.ops.triton.rule import SELECT_ROWS
 from lrmoe.ops.units import Units
 
 _RUN_ROWS = 8192  # rows of the experts that a CPU looks at together: what lies between stays in its cache
+_WHOLE_ROWS = 65536  # rows that compiled code looks at together: it has few numbers a row
 _LARGE_ROWS = 4096  # rows of an expert that are a run alone
 _EACH_ROWS = 128  # rows an expert from which on a CPU is faster one expert after the other
 _UNITS = Units(unit_bits=UNIT_BITS, score_bits=SCORE_BITS, broken=BROKEN, floor=FLOOR)
@@ -134,7 +135,7 @@ def _kernels(rows: Candidates) -> ModuleType | None:
 
 def _sample(rows: Candidates, chance_M: Tensor) -> Tensor:
     """The sample of a run: bool, or 0 and 1 in fp64, (M,)."""
-    if not _one_by_one(rows):
+    if not chance_M.is_floating_point():
         return systematic(rows, chance_M)
     if (found := cpu.sample(chance_M, rows.counts_L, rows.offset_L, _UNITS)) is not None:
         return found
@@ -143,16 +144,16 @@ def _sample(rows: Candidates, chance_M: Tensor) -> Tensor:
 
 
 def _runs(rows: Candidates) -> Iterator[tuple[Candidates, slice]]:
-    """Experts with rows, some at a time on a CPU and all at once elsewhere: they do not depend on each other.
+    """Experts with rows, which do not depend on each other: on a CPU, of many rows, some at a time.
 
     A large expert comes alone, small ones together.
     """
-    counts = rows.counts_L.tolist() if rows.score_M.device.type == "cpu" else None
-    if counts is None:
+    whole = rows.score_M.device.type != "cpu"
+    if whole or (rows.score_M.shape[0] <= _WHOLE_ROWS and fuses(rows.score_M.device, rows.score_M.dtype)):
         if rows.score_M.shape[0]:
             yield rows, slice(None)
         return
-    for first, last, begin, end in _run_bounds(counts):
+    for first, last, begin, end in _run_bounds(rows.counts_L.tolist()):
         experts, at = slice(first, last), slice(begin, end)
         yield (
             Candidates(
@@ -222,10 +223,11 @@ def inclusion(rows: Candidates) -> Tensor:
 
 def _inclusion(rows: Candidates) -> Tensor:
     """The same of a run, int64, or whole numbers in fp64."""
-    if _one_by_one(rows):
+    if rows.score_M.shape[0] < MOST_ROWS:
         found = cpu.inclusion(rows.score_M, rows.counts_L, rows.quota_L, _UNITS)
         if found is not None:
             return found
+    if _one_by_one(rows):
         chance_M = inclusion_of_each(rows.score_M.numpy(), rows.counts_L.tolist(), rows.quota_L.tolist())
         return torch.from_numpy(chance_M)
     expert, quota = rows.expert_M, torch.minimum(rows.quota_L, rows.counts_L)
