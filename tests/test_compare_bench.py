@@ -48,12 +48,17 @@ def test_without_a_spread_ten_percent_are_allowed(old: float, new: float, better
     assert verdict(row(old, better=better), row(new, better=better)) == expected
 
 
-def test_the_larger_recorded_spread_is_allowed_within_limits() -> None:
-    assert verdict(row(1.0, spread=0.05), row(1.04)) == "as before"
-    assert verdict(row(1.0, spread=0.05), row(1.06)) == "worse"
-    assert verdict(row(1.0, spread=0.05), row(1.06, spread=0.08)) == "as before"
-    assert verdict(row(1.0, spread=0.0), row(1.015)) == "as before", "two percent at least"
-    assert verdict(row(1.0, spread=0.0), row(1.03)) == "worse"
+def test_an_exponent_may_grow_by_its_own_room() -> None:
+    assert verdict(row(0.3, unit="exponent", spread=0.0), row(0.44, unit="exponent")) == "as before"
+    assert verdict(row(0.9, unit="exponent", spread=0.9), row(1.06, unit="exponent")) == "worse"
+
+
+def test_twice_the_larger_recorded_spread_is_allowed_within_limits() -> None:
+    assert verdict(row(1.0, spread=0.07), row(1.13)) == "as before"
+    assert verdict(row(1.0, spread=0.07), row(1.15)) == "worse"
+    assert verdict(row(1.0, spread=0.07), row(1.15, spread=0.08)) == "as before"
+    assert verdict(row(1.0, spread=0.0), row(1.09)) == "as before", "ten percent at least"
+    assert verdict(row(1.0, spread=0.0), row(1.11)) == "worse"
     assert verdict(row(1.0, spread=0.9), row(1.3)) == "worse", "a noisy run hides no slowdown of a quarter"
 
 

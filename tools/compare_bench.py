@@ -4,9 +4,9 @@ Usage: python tools/compare_bench.py runs/bench [--against benchmarks/results] [
 
 Files of JSON lines with the same name are compared, figure by figure. Seconds, bytes and amounts of work depend on the
 machine or on what was asked for and are left out; ratios, shares and counts of what went wrong are compared. A figure
-may be worse than the committed one by the spread that either run recorded over its rounds (`context.spread`, a share of
-the value: at least 2 %, at most 25 %), by 10 % where none was recorded (planned loads by 2 %), and not at all where the
-committed value is 0.
+may be worse than the committed one by 10 %, or by twice the spread that either run recorded over its rounds where that
+is more (`context.spread`, a share of the value; at most 25 %): runs differ by more than their rounds do. Planned loads
+may be worse by 2 %, exponents of growth by 0.15, and what was 0 not at all.
 
 Exit code 1: a figure is worse than allowed, or is missing from a file that has others. 2: nothing to compare.
 """
@@ -29,7 +29,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = frozenset({"ms", "s", "B", "bytes"})
 AMOUNTS = frozenset({"calls", "steps", "pairs of layouts"})  # of work done, where more is better
 PLANNED = frozenset({"mean loads", "peak/mean"})  # no clock and no chance in it
-LEAST, MOST, UNKNOWN = 0.02, 0.25, 0.10  # tolerance: with a recorded spread, and without
+PLAN_ROOM, LEAST, MOST = 0.02, 0.10, 0.25  # shares of the committed value
+SPREADS = 2.0  # of a run's rounds, that another run may lie apart
+EXPONENT_ROOM = 0.15  # a slope is no ratio: its own size says nothing of its noise
 WORSE, BETTER, SAME, MISSING, NEW = "worse", "better", "as before", "missing", "new"
 FAILED = frozenset({WORSE, MISSING})
 
@@ -64,16 +66,19 @@ def judge(old: Rows, new: Rows) -> list[Verdict]:
     return found
 
 
-def tolerance(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-    """By how much of its committed value a figure may be worse."""
+def room_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
+    """By how much a figure may be worse, in its own unit."""
+    if old["unit"] == "exponent":
+        return EXPONENT_ROOM
+    if old["unit"] in PLANNED:
+        return PLAN_ROOM * abs(old["value"])
     spreads = [row["context"]["spread"] for row in (old, new) if "spread" in row.get("context", {})]
-    if spreads:
-        return min(max(LEAST, *spreads), MOST)
-    return LEAST if old["unit"] in PLANNED else UNKNOWN
+    share = min(max(LEAST, SPREADS * max(spreads, default=0.0)), MOST)
+    return share * abs(old["value"])
 
 
 def _one(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
-    room = tolerance(old, new) * abs(old["value"])
+    room = room_of(old, new)
     sign = 1 if old["better"] == "lower" else -1
     worse_by = sign * (new["value"] - old["value"])
     within = worse_by <= room  # never for NaN: a figure that is no number any more is no better one

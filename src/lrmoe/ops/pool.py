@@ -21,7 +21,6 @@ from lrmoe.ops.pages import empty
 
 _SMALLEST_BYTES = 8 * 2**20  # smaller blocks stay with the allocator when they are freed
 _KEEP_BYTES = 256 * 2**20  # most that waits for another call
-_SLACK = 8  # room for 1/8 more rows than asked for: numbers of rows change from call to call
 
 
 class Pool:
@@ -67,7 +66,7 @@ class Pool:
         if fitting:
             return self._free.pop(min(fitting, key=lambda n: self._free[n].numel()))
         with torch.inference_mode(False):  # a buffer made for an evaluation must serve training too
-            return empty((size + size // _SLACK,), torch.empty(0, dtype=torch.uint8))
+            return empty((size,), torch.empty(0, dtype=torch.uint8))
 
     def _lend(self, base: Tensor, size: int) -> Tensor:
         """A tensor on an array of its own over `base`, (size,) uint8."""
