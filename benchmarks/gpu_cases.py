@@ -201,7 +201,8 @@ def _held(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    # Fake tensors that a compiler left have no memory, and sizes that are no numbers.
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
     return sum(t.numel() * t.element_size() for t in tensors if t.is_floating_point())
 
 
