@@ -43,7 +43,8 @@ class CustomBuildHook(BuildHookInterface[Any]):
 def _builder(path: Path) -> ModuleType:
     """The package's own module, without the package around it, whose dependencies are not here."""
     spec = importlib.util.spec_from_file_location("lrmoe_cpu_build", path)
-    assert spec is not None and spec.loader is not None, f"{path} is Python"  # noqa: PT018
+    assert spec is not None, f"{path} is Python"
+    assert spec.loader is not None, f"{path} is Python"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

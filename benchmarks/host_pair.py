@@ -6,6 +6,7 @@ bucket, without a trace once this process has ended.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -24,13 +25,19 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # the tests are no package that is installed
 
 from tests.distributed.hosts import DEVICE, two_hosts  # noqa: E402  # after the path is set
-from tests.distributed.hosts import Host as Host  # noqa: E402
-from tests.distributed.hosts import why_not as why_not_in  # noqa: E402
+from tests.distributed.hosts import Host as Host  # noqa: E402  # after the path is set
+from tests.distributed.hosts import why_not as why_not_in  # noqa: E402  # after the path is set
 
 RANKS, PORT = 2, 29500
 LIMIT_S = 200.0
 FREE = "40gbit"  # while the rate is not known yet: no limit in practice
 BITS = 8
+
+
+def rank_options(parser: argparse.ArgumentParser) -> None:
+    """What a script is started with as one of the ranks: shown to nobody."""
+    for name, kind in (("--call", Path), ("--address", str), ("--rank", int)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
 
 
 def why_not() -> str | None:

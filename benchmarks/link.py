@@ -28,7 +28,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from host_pair import BITS, Host, host_pair, leave, limit, rank_of_pair, run_pair, why_not
+from host_pair import BITS, Host, host_pair, leave, limit, rank_of_pair, rank_options, run_pair, why_not
 from layer_variants import Case
 from link_rank import FIXED, OURS, ULTRAEP, Lane, Timed, Work, play, timed_of
 from rich.console import Console
@@ -176,8 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, help="of the link in bytes per second; default: found")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of popularity")
     parser.add_argument("--budget", default=BUDGET, help="layer_budget of every system; 'none': no limit")
-    for name, kind in (("--call", Path), ("--address", str), ("--rank", int)):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    rank_options(parser)
     args = parser.parse_args(argv)
     if args.call is not None:
         work(args.rank, args.address, args.call)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,6 +198,6 @@ def _over_ranks(record: CallRecord, wall_ms: float, place: tuple[str, int, int])
     )
 
 
-def timed_of(lines: Sequence[Mapping[str, object]]) -> list[Timed]:
+def timed_of(lines: Sequence[Mapping[str, Any]]) -> list[Timed]:
     """What `play` gave, read back."""
-    return [Timed(**line) for line in lines]  # type: ignore[arg-type]  # values of mixed types
+    return [Timed(**line) for line in lines]

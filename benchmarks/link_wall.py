@@ -26,7 +26,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from host_pair import RANKS, ROOT, Host, host_pair, leave, limit, rank_of_pair, run_pair, why_not
+from host_pair import (
+    RANKS,
+    ROOT,
+    Host,
+    host_pair,
+    leave,
+    limit,
+    rank_of_pair,
+    rank_options,
+    run_pair,
+    why_not,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -130,8 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default=FULL.models[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 100, 150, 200], help="recorded steps")
-    for name, kind in (("--call", Path), ("--address", str), ("--rank", int)):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    rank_options(parser)
     args = parser.parse_args(argv)
     if args.call is not None:
         work(args.rank, args.address, args.call)

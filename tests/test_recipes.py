@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lrmoe.cli import app
 from lrmoe.integrations import transformers as lrmoe_hf
 from tests.integrations.models import Tokens, make_model
-from tests.integrations.test_trainer import arguments
+from tests.integrations.trainers import four_steps as arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")

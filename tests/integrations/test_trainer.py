@@ -8,30 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from lrmoe import ConfigError, LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
 from tests.integrations.models import Tokens, make_model
+from tests.integrations.trainers import four_steps as arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore::FutureWarning")
-
-
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    options: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(**{**options, **changes})
 
 
 def test_callback_steps_the_clock_and_logs(tmp_path: Path):

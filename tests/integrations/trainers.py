@@ -17,17 +17,14 @@ PRUNED = LRMoEConfig(max_drop=0.3, warmup_steps=1)
 EP2 = {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "lrmoe"}
 
 
-def arguments(folder: str, **changes: Any) -> TrainingArguments:
-    """Two epochs of four steps of two micro-batches on two ranks, with an evaluation in between."""
+def four_steps(folder: str | Path, **changes: Any) -> TrainingArguments:
+    """Four steps of two micro-batches that save and report nothing by themselves."""
     options: dict[str, Any] = {
-        "output_dir": folder,
+        "output_dir": str(folder),
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
-        "max_steps": 8,
-        "learning_rate": 3e-3,
+        "max_steps": 4,
         "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 6,
         "save_strategy": "no",
         "report_to": "none",
         "use_cpu": True,
@@ -36,6 +33,12 @@ def arguments(folder: str, **changes: Any) -> TrainingArguments:
         "dataloader_pin_memory": False,
     }
     return TrainingArguments(**{**options, **changes})
+
+
+def arguments(folder: str, **changes: Any) -> TrainingArguments:
+    """Two epochs of four steps of two micro-batches on two ranks, with an evaluation in between."""
+    longer = {"max_steps": 8, "learning_rate": 3e-3, "eval_strategy": "steps", "eval_steps": 6}
+    return four_steps(folder, **{**longer, **changes})
 
 
 def make_trainer(

@@ -77,13 +77,12 @@ def test_nan_and_infinity_are_those_of_torch(level: int | None, kind: str, dtype
 
 
 @compiled
+@pytest.mark.parametrize("level", range(len(cpu.LEVELS)), ids=cpu.LEVELS, indirect=True)
 @pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize("width", [1, 65, 200])
 def test_a_row_does_not_depend_on_threads_neighbours_or_place(
     level: int | None, width: int, dtype: torch.dtype
 ) -> None:
-    if level is None:
-        pytest.skip("torch's operators promise nothing of the kind")
     rows = 300
     h, dphi = normal(rows, 2 * width, dtype=dtype), normal(rows, width, seed=1, dtype=dtype)
     index, ends = torch.arange(rows).flip(0), torch.arange(1, rows // 3 + 1) * 3

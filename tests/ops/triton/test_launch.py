@@ -6,6 +6,7 @@ import ast
 import importlib
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_tensor_that_only_looks_like_one_stays_with_torch() -> None:
 
 
 class _Cuda:
-    """A tensor as far as `usable` looks at it."""
+    """A CUDA tensor as far as `usable` looks at it."""
 
     is_cuda, device = True, torch.device("cuda", 0)
 
@@ -77,21 +78,25 @@ class _Cuda:
         self.dtype, self.requires_grad = dtype, requires_grad
 
 
+def cuda_tensor(dtype: torch.dtype = torch.float32, *, requires_grad: bool = False) -> Any:
+    return _Cuda(dtype, requires_grad=requires_grad)
+
+
 def test_cuda_tensors_are_taken_unless_something_speaks_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str | None] = [None]
     monkeypatch.setattr(launch, "_device_trouble", lambda device: found[0])
-    assert usable(_Cuda()) is None  # type: ignore[arg-type]
-    assert usable(_Cuda(torch.float64)) == "no kernel for float64"  # type: ignore[arg-type]
-    leaf = _Cuda(requires_grad=True)
-    assert "not differentiable" in (usable(leaf) or "")  # type: ignore[arg-type]
+    assert usable(cuda_tensor()) is None
+    assert usable(cuda_tensor(torch.float64)) == "no kernel for float64"
+    leaf = cuda_tensor(requires_grad=True)
+    assert "not differentiable" in (usable(leaf) or "")
     with torch.no_grad():
-        assert usable(leaf) is None  # type: ignore[arg-type]
+        assert usable(leaf) is None
     with off():
-        assert usable(_Cuda()) == "switched off"  # type: ignore[arg-type]
+        assert usable(cuda_tensor()) == "switched off"
     found[0] = "no compiler"
-    assert usable(_Cuda()) == "no compiler"  # type: ignore[arg-type]
+    assert usable(cuda_tensor()) == "no compiler"
     monkeypatch.setattr(launch, "missing", lambda: "no triton")
-    assert usable(_Cuda()) == "no triton"  # type: ignore[arg-type]
+    assert usable(cuda_tensor()) == "no triton"
 
 
 def test_a_device_is_tried_once_and_its_trouble_logged(

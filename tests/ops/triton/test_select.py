@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -179,7 +181,8 @@ def test_a_cpu_and_many_rows_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) 
             self.shape = (rows,)
 
     def claimed(count: int) -> Candidates:
-        return Candidates(**{**rows.__dict__, "score_M": Claims(count)})  # type: ignore[arg-type]
+        claims: Any = Claims(count)
+        return dataclasses.replace(rows, score_M=claims)
 
     assert selection._kernels(claimed(selection.SELECT_ROWS)) is select
     assert len(seen) == 1
