@@ -53,9 +53,8 @@ def behind(ahead: str, meanwhile: str) -> tuple[str, float]:
         if dist.get_rank() == 0:
             call(layer, training=ahead == "training")
         elif meanwhile == "sums gradients":
-            time.sleep(
-                LIMIT_S / 2
-            )  # so that rank 0's time is up first: this rank's end closes its connections
+            # Rank 0's time is to be up first: the end of this rank's closes its connections.
+            time.sleep(LIMIT_S / 2)
             dist.all_reduce(torch.zeros(5), group=group)
         elif meanwhile == "ends":
             os._exit(0)
