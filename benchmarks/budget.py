@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from layer_data import Data
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -84,28 +85,6 @@ class Needed:
     def exceeded(self) -> bool:
         """Whether it needed more than its budget, or than predicted."""
         return self.needed > min(self.budget, self.predicted)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Data:
-    """One rank's inputs and parameters; all but the ids and the upstream gradient need gradients."""
-
-    x: Tensor
-    ids: Tensor
-    alpha: Tensor
-    gate_up: Tensor
-    down: Tensor
-    grad: Tensor
-
-    @property
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What gets gradients."""
-        return self.x, self.alpha, self.gate_up, self.down
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters."""
-        return self.gate_up.nbytes + self.down.nbytes
 
 
 def tokens_of(case: Case, skew: str, rank: int) -> int:
@@ -172,8 +151,7 @@ def make_layer(case: Case, fields: dict[str, Any], budget: int) -> MoELayer:
 
 def call(layer: MoELayer, data: Data) -> None:
     """Forward and backward."""
-    for leaf in data.leaves:
-        leaf.grad = None
+    data.clear()
     layer(data.x, data.ids, data.alpha, data.gate_up, data.down, training=True).backward(data.grad)
     layer.clock.advance()
 
@@ -263,8 +241,7 @@ def profiled(sizes: dict[str, Any], seed: int) -> float:
     data = make_data(case, "lognormal", dist.get_rank(), seed)
     budget = budgets(smallest(case, data, fields), wanted(case, data, fields), 3)[1]
     tracked = run(case, data, fields, budget).needed
-    for leaf in data.leaves:
-        leaf.grad = None
+    data.clear()
     layer = make_layer(case, fields, budget)
     return (profiled_peak(lambda: call(layer, data)) + data.parameter_bytes) / tracked
 

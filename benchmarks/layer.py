@@ -31,7 +31,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from layer_variants import DTYPES, Case, Data, bare_gemms, make_data, masked_twin, ours, peer
+from layer_data import Data
+from layer_variants import DTYPES, Case, bare_gemms, make_data, masked_twin, ours, peer
 from rich.console import Console
 from rich.table import Table
 from rounds import Times, measure, ratios, spread

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from layer_data import Data
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -26,28 +27,6 @@ class Case:
     top_k: int = 8
     tokens: int = 4096
     sigma: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Data:
-    """One layer's input, routing, weights and upstream gradient."""
-
-    x: Tensor
-    ids: Tensor
-    alpha: Tensor
-    gate_up: Tensor
-    down: Tensor
-    grad: Tensor
-
-    @property
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tensors that get gradients."""
-        return self.x, self.alpha, self.gate_up, self.down
-
-    def clear(self) -> None:
-        """Forget gradients."""
-        for tensor in self.leaves:
-            tensor.grad = None
 
 
 def make_data(case: Case, dtype: torch.dtype, seed: int) -> Data:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from layer_data import Data
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -67,18 +68,6 @@ class Found:
     records: list[CallRecord]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Data:
-    """One rank's inputs and parameters; all but the ids and the upstream gradient need gradients."""
-
-    x: Tensor
-    ids: Tensor
-    alpha: Tensor
-    gate_up: Tensor
-    down: Tensor
-    grad: Tensor
-
-
 def make_data(case: Case, ranks: int, rank: int, seed: int) -> Data:
     """Random tensors of one rank; experts chosen by an uneven taste that all ranks share."""
     draw = torch.Generator().manual_seed(seed * ranks + rank)
@@ -114,8 +103,7 @@ def make_layer(case: Case, score: str, place: str, ranks: int) -> MoELayer:
 
 def call(layer: MoELayer, data: Data) -> Tensor:
     """The forward, gradients cleared before it."""
-    for leaf in (data.x, data.alpha, data.gate_up, data.down):
-        leaf.grad = None
+    data.clear()
     out: Tensor = layer(data.x, data.ids, data.alpha, data.gate_up, data.down, training=True)
     return out
 
