@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -115,7 +116,8 @@ def executed(folder: str, name: str, steps: int, train: dict[str, Any] | None = 
 
     Returns:
         "sent": bytes by call; "plans": the totals of each plan's traffic in experts (weights, gradients, states);
-        "params": of an expert; "worst": the largest difference; "loads": rows forward by call and rank.
+        "params": of an expert; "worst": the largest difference; "loads": rows forward by call and rank; "measured" and
+        "predicted": by call, bytes of weights, of gradients and of replicas.
     """
     train = {"batch_size": 8, **(train or {})}
     config = tiny_config(folder, lrmoe={**EXACT, "replica_slots": 2}, train=train, model={"overrides": EIGHT})
@@ -156,7 +158,13 @@ def executed(folder: str, name: str, steps: int, train: dict[str, Any] | None = 
         "params": 3 * shape.hidden * shape.width,
         "worst": executor.worst.eps,
         "loads": [record.forward_load_R for record in records],
+        "measured": [_experts(record.mem) for record in records],
+        "predicted": [_experts(record.mem_predicted) for record in records],
     }
+
+
+def _experts(parts: Mapping[str, int]) -> list[int]:
+    return [parts.get(name, 0) for name in ("weights", "grads", "replicas")]
 
 
 def _moved(plan: LayerPlan) -> tuple[int, int, int]:

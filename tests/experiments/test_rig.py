@@ -42,6 +42,9 @@ def test_what_is_counted_is_what_the_plans_cause(pool4: Pool, folder: str, name:
     assert all(rank["plans"] == found[0]["plans"] for rank in found)
     assert (sum(expected) > 0) == (name != "megatron")
     assert found[0]["worst"] < 32
+    stay = SYSTEMS[name].info.slots in ("resident", "none")
+    if not stay:  # where copies stay, slots are predicted, full or not
+        assert [rank["predicted"] for rank in found] == [rank["measured"] for rank in found]
 
 
 @pytest.mark.distributed
@@ -71,6 +74,12 @@ def test_rebuilt_experts_cross_as_shards(
     expected = [foreign * seats * (WEIGHT * builds + GRADIENT * scatters) for seats in found[0]["seats"]]
     assert sent.tolist() == expected
     assert found[0]["worst"] < 32
+    for rank in found:
+        assert rank["predicted"] == rank["measured"], "shards, and a slot for every expert it hosts"
+    replicas = sum(np.array([rank["measured"] for rank in found])[:, :, 2])
+    assert replicas.tolist() == [
+        seats * found[0]["params"] * (WEIGHT + GRADIENT) for seats in found[0]["seats"]
+    ]
 
 
 @pytest.mark.distributed

@@ -285,8 +285,9 @@ class MoELayer:
             weight_gradient=gate_up.requires_grad,
         )
         parts = predict_bytes(shape, call.plan, self.comm.rank, run)
-        if self.shape.cuts is not None and self.comm.size > 1:
-            parts |= storage_bytes(self.shape.cuts, call.plan, self.comm.rank, run, shape.element_bytes)
+        if not self.storage.homes and self.comm.size > 1:
+            cuts = expert_cuts(self.shape.hidden, self.shape.width, self.comm.size)
+            parts |= storage_bytes(cuts, call.plan, self.comm.rank, run, shape.element_bytes)
         return parts
 
 
