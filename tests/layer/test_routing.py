@@ -15,7 +15,10 @@ from lrmoe.layer.routing import (
     token_entries,
     transposed,
 )
+from lrmoe.ops import cpu
 from lrmoe.planning.cells import part_of_cells
+
+with_passes = pytest.mark.skipif(not cpu.state()[0], reason=f"compiled passes: {cpu.state()[1]}")
 
 
 def random_ids(tokens: int, slots: int, experts: int, seed: int = 0) -> torch.Tensor:
@@ -41,20 +44,30 @@ def test_pairs_are_sorted_by_expert_and_stay_in_order_within_one(
     assert counts.dtype == order.dtype == torch.int64
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_entries_of_a_token_are_its_rows_in_slot_order(complete: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=with_passes)])
+@pytest.mark.parametrize("rows", [27, 17, 1, 0])
+def test_entries_of_a_token_are_its_rows_in_slot_order(rows: int, compiled: bool) -> None:
     tokens, slots = 9, 3
     gen = torch.Generator().manual_seed(1)
-    pair_N = torch.randperm(tokens * slots, generator=gen)
-    pair_N = pair_N if complete else pair_N[:17]
-    entries = token_entries(pair_N, tokens, slots)
+    pair_N = torch.randperm(tokens * slots, generator=gen)[:rows]
+    with cpu.limited(0 if compiled else None):
+        entries = token_entries(pair_N, tokens, slots)
     begin = 0
     for token, end in enumerate(entries.ends_T.tolist()):
         mine = entries.pair_N[begin:end].tolist()
         assert mine == sorted(u for u in pair_N.tolist() if u // slots == token)
         assert pair_N[entries.row_N[begin:end]].tolist() == mine
         begin = end
-    assert begin == len(pair_N)
+    assert begin == len(pair_N) == len(entries.row_N)
+
+
+@with_passes
+def test_compiled_entries_refuse_pairs_that_are_none_or_come_twice() -> None:
+    for pairs in ([0, 6], [-1], [2, 2], [1] * 7):
+        with pytest.raises(IndexError, match=r"out of \[0, 6\) or comes twice"):
+            token_entries(torch.tensor(pairs), 3, 2)
+    assert token_entries(torch.tensor([4, 9, 1, 9])[::2], 3, 2).ends_T.tolist() == [1, 1, 2]
+    assert token_entries(torch.zeros(0, dtype=torch.int64), 0, 2).ends_T.tolist() == []
 
 
 def test_received_rows_are_put_in_expert_then_source_order() -> None:

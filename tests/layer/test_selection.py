@@ -96,7 +96,6 @@ def test_experts_are_chosen_alike_however_many_are_looked_at_together(
     tables = [random_table(seed, sigma) for seed in range(10) for sigma in (0.0, 1.0, 6.0)]
     wanted = [(choose("sampled", "lrm", rows), inclusion(rows)) for rows in tables]
     monkeypatch.setattr(selection, "_RUN_ROWS", run)
-    monkeypatch.setattr(selection, "_WHOLE_ROWS", 0)
     with cpu.limited(level):
         for rows, (choice, chance) in zip(tables, wanted, strict=True):
             found = choose("sampled", "lrm", rows)
@@ -110,7 +109,6 @@ def test_experts_are_chosen_alike_however_many_are_looked_at_together(
 def test_an_expert_alone_is_chosen_as_beside_others(
     sigma: float, broken: int, level: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "_WHOLE_ROWS", 0)
     monkeypatch.setattr(selection, "_LARGE_ROWS", 2000)
     gen, counts = torch.Generator().manual_seed(5), [3000, 5, 0, 1500, 0, 40, 2000]
     score = torch.exp(sigma * torch.randn(sum(counts), generator=gen))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lrmoe.errors import ConfigError
 from lrmoe.layer.scores import broken_rows, finite_scores
+from lrmoe.ops import cpu
 from lrmoe.planning.restore import value_of
 from lrmoe.planning.score_bins import BINS, COLUMNS, LOWEST
 
@@ -34,6 +35,8 @@ def score_sums(score_M: Tensor, counts_X: Tensor) -> Tensor:
     Args:
         score_M: fp32 (M,), expert after expert. counts_X: int64 (X,), rows of each.
     """
+    if (found := cpu.score_sums(score_M, counts_X, most=_ROWS, bins=BINS, lowest=LOWEST)) is not None:
+        return found
     if score_M.device.type == "cpu" and int(counts_X.max().item() if counts_X.numel() else 0) > _ROWS:
         thin_M, thin_X, every_X = _thinned(score_M, counts_X)
         return _sums(thin_M, thin_X) * every_X[:, None]

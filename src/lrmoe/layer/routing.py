@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lrmoe.ops import upload
+from lrmoe.ops import cpu, upload
 from lrmoe.planning.cells import ranges
 from lrmoe.planning.problem import IntArray
 
@@ -66,6 +66,8 @@ class TokenEntries:
 
 def token_entries(pair_N: Tensor, tokens: int, slots: int) -> TokenEntries:
     """Sort rows by (token, slot); row i belongs to pair `pair_N[i]`, no pair twice."""
+    if (found := cpu.token_entries(pair_N, tokens, slots)) is not None:
+        return TokenEntries(row_N=found[0], pair_N=found[1], ends_T=found[2])
     device, pairs = pair_N.device, tokens * slots
     if pair_N.shape[0] == pairs:  # every pair exists: the inverse permutation, without a sort
         every = torch.arange(pairs, device=device)

@@ -27,13 +27,12 @@ from lrmoe.layer.single import (
     inclusion_of_each,
     sample_of_each,
 )
-from lrmoe.ops import cpu, fuses
+from lrmoe.ops import cpu
 from lrmoe.ops.triton import usable
 from lrmoe.ops.triton.rule import SELECT_ROWS
 from lrmoe.ops.units import Units
 
 _RUN_ROWS = 8192  # rows of the experts that a CPU looks at together: what lies between stays in its cache
-_WHOLE_ROWS = 65536  # rows that compiled code looks at together: it has few numbers a row
 _LARGE_ROWS = 4096  # rows of an expert that are a run alone
 _EACH_ROWS = 128  # rows an expert from which on a CPU is faster one expert after the other
 _UNITS = Units(unit_bits=UNIT_BITS, score_bits=SCORE_BITS, broken=BROKEN, floor=FLOOR)
@@ -114,6 +113,9 @@ def keep_sampled(rows: Candidates) -> Choice:
     if (kernels := _kernels(rows)) is not None:
         found = kernels.keep_sampled(rows.score_M, rows.counts_L, rows.quota_L, rows.offset_L, _UNITS)
         return Choice(weight_M=found[0], loss=loss_of([found[1].sum(0)]))
+    compiled = cpu.keep(rows.score_M, rows.counts_L, rows.quota_L, rows.offset_L, _UNITS)
+    if compiled is not None:
+        return Choice(weight_M=compiled[0], loss=loss_of([compiled[1].sum(0)]))
     weight, costs = torch.empty_like(rows.score_M), [rows.score_M.new_zeros(4, dtype=torch.float64)]
     for part, at in _runs(rows):
         chance = _inclusion(part)
@@ -137,8 +139,6 @@ def _sample(rows: Candidates, chance_M: Tensor) -> Tensor:
     """The sample of a run: bool, or 0 and 1 in fp64, (M,)."""
     if not chance_M.is_floating_point():
         return systematic(rows, chance_M)
-    if (found := cpu.sample(chance_M, rows.counts_L, rows.offset_L, _UNITS)) is not None:
-        return found
     kept_M = sample_of_each(chance_M.numpy(), rows.counts_L.tolist(), rows.offset_L.tolist())
     return torch.from_numpy(kept_M)
 
@@ -148,8 +148,7 @@ def _runs(rows: Candidates) -> Iterator[tuple[Candidates, slice]]:
 
     A large expert comes alone, small ones together.
     """
-    whole = rows.score_M.device.type != "cpu"
-    if whole or (rows.score_M.shape[0] <= _WHOLE_ROWS and fuses(rows.score_M.device, rows.score_M.dtype)):
+    if rows.score_M.device.type != "cpu":
         if rows.score_M.shape[0]:
             yield rows, slice(None)
         return
@@ -215,6 +214,9 @@ def inclusion(rows: Candidates) -> Tensor:
     """
     if (kernels := _kernels(rows)) is not None:
         return kernels.inclusion(rows.score_M, rows.counts_L, rows.quota_L, _UNITS)
+    compiled = cpu.inclusion(rows.score_M, rows.counts_L, rows.quota_L, _UNITS)
+    if compiled is not None:
+        return compiled.long()
     chance = torch.empty_like(rows.score_M, dtype=torch.int64)
     for part, at in _runs(rows):
         chance[at] = _inclusion(part)
@@ -223,10 +225,6 @@ def inclusion(rows: Candidates) -> Tensor:
 
 def _inclusion(rows: Candidates) -> Tensor:
     """The same of a run, int64, or whole numbers in fp64."""
-    if rows.score_M.shape[0] < MOST_ROWS:
-        found = cpu.inclusion(rows.score_M, rows.counts_L, rows.quota_L, _UNITS)
-        if found is not None:
-            return found
     if _one_by_one(rows):
         chance_M = inclusion_of_each(rows.score_M.numpy(), rows.counts_L.tolist(), rows.quota_L.tolist())
         return torch.from_numpy(chance_M)

@@ -32,8 +32,8 @@ _WIDE = (
     "-mprefer-vector-width=512",
 )
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "variant_plain": (),
-    **({"variant_avx2": ("-mavx2", "-mfma"), "variant_avx512": _WIDE} if X86 else {}),
+    "plain": (),
+    **({"avx2": ("-mavx2", "-mfma"), "avx512": _WIDE} if X86 else {}),
 }
 
 
@@ -89,8 +89,10 @@ def _compiler(wanted: str | None) -> list[str]:
 
 def _objects(command: list[str], work: Path) -> Iterator[Path]:
     macros = [f"-DLRMOE_SOURCES={checksum()}", *(["-DLRMOE_X86"] if X86 else [])]
-    parts = {name: ("kernels.c", [f"-DVARIANT={name}", *flags]) for name, flags in VARIANTS.items()}
-    parts |= {"choose": ("choose.c", []), "lrmoe_cpu": ("lrmoe_cpu.c", macros)}
+    parts: dict[str, tuple[str, list[str]]] = {"sums": ("sums.c", []), "lrmoe_cpu": ("lrmoe_cpu.c", macros)}
+    for name, wide in VARIANTS.items():
+        parts[f"variant_{name}"] = ("kernels.c", [f"-DVARIANT=variant_{name}", *wide])
+        parts[f"choices_{name}"] = ("choose.c", [f"-DCHOICES=choices_{name}", *wide])
     for name, (source, flags) in parts.items():
         made = work / f"{name}.o"
         _run([*command, *_COMMON, *_NUMBERS, *flags, "-c", str(SOURCES / source), "-o", str(made)])

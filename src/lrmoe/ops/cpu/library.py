@@ -75,17 +75,17 @@ def _declare(found: ctypes.CDLL) -> None:
             (number, *rows, whole, address, whole, address, address, *rows, whole, whole, number),
         ),
     }
-    numbers = (
-        address,
-        whole,
-        address,
-        address,
-        whole,
-    )  # values, rows, counts, what is given for each, experts
     real = ctypes.c_double
+    # Values, rows, counts, quotas, experts, units of four kinds, room.
+    choice = (address, whole, address, address, whole, real, real, real, real, address, address, address)
     signatures |= {
-        "lrmoe_inclusion": (number, (*numbers, real, real, real, real, address, address, address, number)),
-        "lrmoe_sample": (number, (*numbers, number, address, address, number)),
+        "lrmoe_inclusion": (number, (*choice, number)),
+        "lrmoe_keep": (number, (*choice, address, number, address, address, number)),
+        "lrmoe_score_sums": (
+            number,
+            (address, whole, address, whole, whole, whole, whole, address, address, number),
+        ),
+        "lrmoe_token_entries": (number, (address, whole, whole, whole, address, address, address, address)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(found, name)

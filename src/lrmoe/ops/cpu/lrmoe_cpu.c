@@ -1,11 +1,14 @@
-/* What Python calls: the passes of kernels.c in the widest form that this processor has. */
+/* What Python calls: the passes of kernels.c and choose.c in the widest form that this processor has. */
+#include "sums.h"
 #include "variant.h"
 
 #include <stddef.h>
 
 extern const variant_t variant_plain;
+extern const choices_t choices_plain;
 #ifdef LRMOE_X86
 extern const variant_t variant_avx2, variant_avx512;
+extern const choices_t choices_avx2, choices_avx512;
 #endif
 
 #define PUBLIC __attribute__((visibility("default")))
@@ -13,6 +16,7 @@ extern const variant_t variant_avx2, variant_avx512;
 #define STRING_OF(text) #text
 
 static const variant_t *chosen = &variant_plain;
+static const choices_t *choices = &choices_plain;
 
 /* The checksum of the sources that this was built from. */
 PUBLIC const char *lrmoe_sources(void) { return STRING(LRMOE_SOURCES); }
@@ -28,7 +32,9 @@ PUBLIC int lrmoe_choose(int most) {
         level = 2;
     level = most < level ? most : level;
     const variant_t *all[] = {&variant_plain, &variant_avx2, &variant_avx512};
+    const choices_t *all_choices[] = {&choices_plain, &choices_avx2, &choices_avx512};
     chosen = all[level];
+    choices = all_choices[level];
 #endif
     return level;
 }
@@ -68,4 +74,51 @@ PUBLIC int lrmoe_combine(int format, char *rows, int64_t stride, int64_t count, 
     chosen->combine(format, (rows_t){rows, stride}, index, ends, weight, (rows_t){out, out_stride}, tokens, width,
                     threads);
     return 0;
+}
+
+/* First row of each expert; returns 0, or 1 where counts are negative or not of `rows` in all. */
+static int starts(const int64_t *counts, int64_t experts, int64_t rows, int64_t *start) {
+    int64_t end = 0;
+    for (int64_t e = 0; e < experts; e++) {
+        if (counts[e] < 0 || counts[e] > rows - end) return 1;
+        start[e] = end;
+        end += counts[e];
+    }
+    return end != rows;
+}
+
+/* Inclusion probabilities of `rows` rows, expert after expert. start, size: room for as many numbers as there are experts
+ * and rows. Returns 0, or 1 (nothing computed) where counts do not fit. */
+PUBLIC int lrmoe_inclusion(const float *score, int64_t rows, const int64_t *counts, const int64_t *quotas,
+                           int64_t experts, double unit, double top, double broken, double floor, int64_t *start,
+                           double *size, double *chance, int threads) {
+    if (starts(counts, experts, rows, start)) return 1;
+    choices->inclusion(score, rows, (experts_t){experts, start, counts}, quotas, (units_t){unit, top, broken, floor},
+                       size, chance, threads);
+    return 0;
+}
+
+/* The systematic sample: 1/pi where a row is kept, else 0, and four costs of every expert: energy, what is left out of
+ * it, added variance, rows of non-finite score. Room and result as above; `bits` of a unit. */
+PUBLIC int lrmoe_keep(const float *score, int64_t rows, const int64_t *counts, const int64_t *quotas, int64_t experts,
+                      double unit, double top, double broken, double floor, int64_t *start, double *size,
+                      double *chance, const int64_t *offsets, int bits, float *weight, double *costs, int threads) {
+    if (starts(counts, experts, rows, start)) return 1;
+    choices->keep(score, rows, (experts_t){experts, start, counts}, quotas, offsets,
+                  (units_t){unit, top, broken, floor}, bits, size, chance, weight, costs, threads);
+    return 0;
+}
+
+/* See score_sums; start as above. Returns 0, or 1 (nothing computed) where counts do not fit. */
+PUBLIC int lrmoe_score_sums(const float *score, int64_t rows, const int64_t *counts, int64_t experts, int64_t most,
+                            int64_t bins, int64_t lowest, int64_t *start, double *sums, int threads) {
+    if (starts(counts, experts, rows, start)) return 1;
+    score_sums(score, rows, (experts_t){experts, start, counts}, most, bins, lowest, sums, threads);
+    return 0;
+}
+
+/* See token_entries. */
+PUBLIC int lrmoe_token_entries(const int64_t *pair, int64_t rows, int64_t tokens, int64_t slots, int32_t *place,
+                               int64_t *row, int64_t *sorted, int64_t *ends) {
+    return token_entries(pair, rows, tokens, slots, place, row, sorted, ends);
 }
