@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -54,9 +55,22 @@ DRAWN = """[...document.querySelectorAll(".plot")].map((plot) => [
     plot.querySelectorAll(".js-line, .point path, .scatterlayer .points path, .heatmaplayer image").length])"""
 OPEN = "document.querySelectorAll('details.run, details.folded').forEach((part) => { part.open = true; })"
 ALL_DRAWN = "[...document.querySelectorAll('.plot')].every((plot) => plot.data)"
-# Tables that are wider than their container although cells may wrap on paper; tables whose first column scrolls away.
+# Tables that are wider than their container although cells may wrap on paper; words of numbers' tables on two lines;
+# tables whose first column scrolls away.
 CUT = """[...document.querySelectorAll('.scroll')].filter((part) => part.scrollWidth > part.clientWidth + 1)
-    .map((part) => part.ariaLabel)"""
+    .filter((part) => Boolean(part.closest('.broad')) === BROAD).map((part) => part.ariaLabel)"""
+BROKEN = """[...document.querySelectorAll('table.wide:not(.text) :is(th, td)')].flatMap((cell) => {
+    const found = [], texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), range = document.createRange();
+    while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/[^\\s]+/g)) {
+        range.setStart(texts.currentNode, word.index);
+        range.setEnd(texts.currentNode, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) found.push(word[0]);
+    }
+    for (const whole of cell.querySelectorAll('.whole'))
+        if (whole.getClientRects().length > 1) found.push(whole.textContent);
+    return found;
+})"""
+UPRIGHT, ACROSS = 680, 960  # pixels that fit a page of paper
 MOVED = """[...document.querySelectorAll('.scroll')].filter((part) => part.clientWidth).map((part) => {
     part.scrollLeft = 1e6;
     const first = part.querySelector('tbody th'), scrolled = part.scrollLeft > 1;
@@ -179,10 +193,25 @@ def test_a_wide_table_scrolls_beside_its_first_column(
 @pytest.mark.parametrize("kind", KINDS)
 def test_paper_cuts_no_table_off(browser: Browser, pages: dict[str, Path], kind: str) -> None:
     browser.media(kind="print")
-    browser.open(pages[kind], width=680)
+    browser.open(pages[kind], width=UPRIGHT)
     browser.run("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
     browser.wait(ALL_DRAWN)
-    assert browser.run(CUT) == []
+    assert browser.run(CUT.replace("BROAD", "false")) == []
+    assert browser.run(BROKEN) == []
+    browser.resize(width=ACROSS, height=900)
+    assert browser.run(CUT.replace("BROAD", "true")) == []
+
+
+def test_a_broad_table_of_numbers_lies_across_the_paper(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.media()
+    browser.open(pages["matrix"])
+    columns = "[...document.querySelectorAll('.broad table')].map((table) => table.rows[0].cells.length)"
+    assert max(browser.run(columns)) == 13
+    printed = browser.call("Page.printToPDF", preferCSSPageSize=True)
+    sizes = re.findall(rb"/MediaBox ?\[0 0 (\d+) (\d+)\]", base64.b64decode(printed["data"]))
+    across = [int(width) > int(height) for width, height in sizes]
+    assert True in across, "the broad table's page"
+    assert False in across, "other pages stay upright"
 
 
 def test_rules_keep_their_order_on_a_phone(browser: Browser, pages: dict[str, Path]) -> None:
