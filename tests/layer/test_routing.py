@@ -13,6 +13,7 @@ from lrmoe.layer.routing import (
     ranges,
     sort_pairs,
     token_entries,
+    tokens_of,
     transposed,
 )
 from lrmoe.ops import cpu
@@ -68,6 +69,11 @@ def test_compiled_entries_refuse_pairs_that_are_none_or_come_twice() -> None:
             token_entries(torch.tensor(pairs), 3, 2)
     assert token_entries(torch.tensor([4, 9, 1, 9])[::2], 3, 2).ends_T.tolist() == [1, 1, 2]
     assert token_entries(torch.zeros(0, dtype=torch.int64), 0, 2).ends_T.tolist() == []
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8, 0])
+def test_a_pair_belongs_to_the_token_whose_slot_it_is(slots: int) -> None:
+    assert tokens_of(torch.arange(5 * slots), slots).tolist() == [t for t in range(5) for _ in range(slots)]
 
 
 def test_received_rows_are_put_in_expert_then_source_order() -> None:

@@ -16,7 +16,7 @@ from lrmoe.layer.asking import make_problem
 from lrmoe.layer.call import Call
 from lrmoe.layer.left_out import Loss, added_variance
 from lrmoe.layer.randomness import UNIT_BITS, offsets_of
-from lrmoe.layer.routing import transposed
+from lrmoe.layer.routing import tokens_of, transposed
 from lrmoe.layer.scores import pair_scores
 from lrmoe.layer.selection import Candidates, choose, choose_within_share, inclusion
 from lrmoe.ops import upload
@@ -40,7 +40,7 @@ def select_pairs(
     """
     clock, config = call.open_call.clock, call.config
     with clock.phase("score"):
-        score_N = pair_scores(config.score, g_TH, alpha_N, order_N // max(call.slots, 1), phi_norm_N)
+        score_N = pair_scores(config.score, g_TH, alpha_N, tokens_of(order_N, call.slots), phi_norm_N)
     with clock.phase("select"):
         if config.selection == "local" and call.comm.size > 1 and not config.observe:
             return _select_local(call, score_N)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -195,9 +195,16 @@ class Problem:
     @cached_property
     def drop_cap(self) -> int:
         """Most pairs that backward may leave out: floor(max_drop * pairs), with max_drop read as a decimal."""
-        return math.floor(Fraction(repr(float(self.max_drop))) * self.pairs)
+        over, under = _decimal(float(self.max_drop))
+        return over * self.pairs // under
 
     @cached_property
     def floor_E(self) -> IntArray:
         """Least quota of each expert: min(count, min_keep), int64 (E,)."""
         return np.minimum(self.counts_E, self.min_keep)
+
+
+@lru_cache(maxsize=1024)
+def _decimal(value: float) -> tuple[int, int]:
+    """The shortest decimal that reads as this number, as a fraction."""
+    return Fraction(repr(value)).as_integer_ratio()
