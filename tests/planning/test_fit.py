@@ -136,6 +136,20 @@ def test_the_error_has_the_numbers_and_its_budget_is_the_smallest() -> None:
         fitted(problem, smallest - 1)
 
 
+def test_a_refusal_predicts_a_plan_and_a_way_to_run_it_hardly_twice() -> None:
+    problem = ask([4001, 2003, 3007], slots=1, replica_rows=2, max_drop=0.3, drop="overload")
+    asked: list[LayerPlan] = []
+
+    def counted(plan: LayerPlan) -> tuple[IntArray, IntArray]:
+        asked.append(plan)  # and kept, so that ids stay apart
+        return price(plan)
+
+    with pytest.raises(InfeasibleError):
+        fit(problem, get_policy("lrmoe"), counted, 120, adapts=True)
+    ways = {(id(p.assign_RJ), p.recompute, p.forward_chunks, p.backward_chunks) for p in asked}
+    assert len(asked) <= 1.1 * len(ways), "the search for the smallest budget asks again what it knows"
+
+
 def test_the_micro_batch_of_the_error_fits() -> None:
     problem = ask([400, 200, 300], max_chunks=4)
     with pytest.raises(InfeasibleError, match="micro-batch has about") as caught:

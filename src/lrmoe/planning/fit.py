@@ -123,6 +123,8 @@ def fit_backward(plan: LayerPlan, predict: Predict, budget: int, *, name: str = 
 
 @dataclass(kw_only=True, eq=False)
 class _Ladder:
+    """One call's plans and their bytes. A refusal climbs it under many budgets: what was asked once is kept."""
+
     problem: Problem
     policy: Policy
     predict: Predict
@@ -131,6 +133,8 @@ class _Ladder:
     adapts: bool
     priced: bool = False
     variants: list[LayerPlan] = field(default_factory=list)
+    asked: dict[tuple[int, int, str, str | None], LayerPlan] = field(default_factory=dict)
+    predicted: dict[tuple[int, int, int, int], tuple[LayerPlan, Fitted]] = field(default_factory=dict)
 
     @property
     def limit(self) -> int:
@@ -143,14 +147,18 @@ class _Ladder:
 
     def price(self, plan: LayerPlan, saved: int, forward_chunks: int = 1, backward_chunks: int = 1) -> Fitted:
         """A plan run with what the level `saved` keeps, in chunks."""
-        plan = replace(
-            plan,
-            recompute=self.recomputes[saved],
-            forward_chunks=forward_chunks,
-            backward_chunks=backward_chunks,
-        )
-        forward_R, backward_R = self.predict(plan)
-        return Fitted(plan=plan, forward_R=forward_R, backward_R=backward_R)
+        key = id(plan), saved, forward_chunks, backward_chunks
+        if key not in self.predicted:
+            run = replace(
+                plan,
+                recompute=self.recomputes[saved],
+                forward_chunks=forward_chunks,
+                backward_chunks=backward_chunks,
+            )
+            forward_R, backward_R = self.predict(run)
+            # With the plan itself, so that it stays and its id is no other's.
+            self.predicted[key] = plan, Fitted(plan=run, forward_R=forward_R, backward_R=backward_R)
+        return self.predicted[key][1]
 
     def climb(self) -> Fitted | None:
         """The lowest rung that fits, searched where bytes fall with the means used; None where no search found one."""
@@ -167,23 +175,33 @@ class _Ladder:
                 return self._chunk(whole, saved)
         return None
 
-    def ask(self, rows: int, slots: int) -> LayerPlan:
+    def ask(self, rows: int, slots: int, reason: str | None = None) -> LayerPlan:
         """The policy's plan for `rows` rows a rank, replicas charged; how it runs is decided here."""
-        problem = replace(
-            self.problem,
-            budget_rows=max(rows, 1),
-            max_chunks=_ANY_CHUNKS,
-            slots=slots,
-        )
-        return replace(self.policy(problem), forward_chunks=1, backward_chunks=1, recompute=False)
+        key = rows, slots, self.problem.drop, reason
+        if key not in self.asked:
+            problem = replace(
+                self.problem,
+                budget_rows=max(rows, 1),
+                max_chunks=_ANY_CHUNKS,
+                slots=slots,
+            )
+            plan = self.policy(problem)
+            self.asked[key] = replace(
+                plan,
+                forward_chunks=1,
+                backward_chunks=1,
+                recompute=False,
+                reason=plan.reason if reason is None else reason,
+            )
+        return self.asked[key]
 
     def _drop(self, whole: Fitted, saved: int, forward_chunks: int = 1) -> Fitted | None:
         """The fewest pairs left out so that an unchunked backward fits; None where the drop cap does not reach."""
         if not self._may_drop:
             return None
         slots = self.problem.slots if whole.plan.replicas_R.any() else 0
-        most = replace(self, problem=replace(self.problem, drop="always")).ask(self.problem.pairs, slots)
-        best = self.price(replace(most, reason="budget"), saved, forward_chunks)
+        always = replace(self, problem=replace(self.problem, drop="always"))
+        best = self.price(always.ask(self.problem.pairs, slots, reason="budget"), saved, forward_chunks)
         if best.need > self.limit:
             return None
         low, high, over, turn = self._rows(best.plan), self._rows(whole.plan), whole.need, 0
