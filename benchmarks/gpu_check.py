@@ -1,9 +1,10 @@
 """Is it right and how fast is it on this machine? One command, under 6 minutes on one Hopper GPU.
 
     python benchmarks/gpu_check.py                    # CUDA if there, else tiny shapes on the CPU
-    python benchmarks/gpu_check.py --json > out.jsonl
+    python benchmarks/gpu_check.py --json --out figures.jsonl
     python benchmarks/gpu_check.py --dry-run          # tiny shapes on the CPU, everywhere
-    python benchmarks/gpu_check.py --only layer,replay
+    python benchmarks/gpu_check.py --only layer,replay.qwen3_30b_a3b
+    python benchmarks/gpu_check.py --read figures.journal    # the table of a run that was cut off
 
 ops       every operation against float64, fresh inputs, outputs full of NaN before
 kernels   the same of every Triton kernel, and the choice of kept rows bit for bit (TRITON_INTERPRET=1 on a CPU)
@@ -12,158 +13,162 @@ layer     output and gradients against a float64 loop; then times at Qwen3-30B-A
           beside transformers' experts, a plain loop and the bare products
 replay    one call over 8 expert-parallel ranks at the same sizes, memory by the allocator
 
-Needs torch, numpy and this package; triton and transformers are used where they are installed. The table comes last,
-with what was expected of an H200 (gpu_expected.py says from what). Exit code 1 when a check fails. A check's figure is
-its largest error over what is allowed: twice the error of the plain loop in the same dtype plus 4 eps times the largest
-entry.
+Needs torch, numpy and this package (PYTHONPATH=src will do); triton and transformers are used where they are
+installed. On CUDA the parts run in a process of their own, which is replaced where one crashes, hangs or loses the
+device; what is not likely to end in time is left out, and what is known goes to a journal as it comes. The table comes
+last, with what was expected of an H200 (gpu_expected.py says from what). Exit code 1 when a check fails. A check's
+figure is its largest error over what is allowed: twice the error of the plain loop in the same dtype plus 4 eps times
+the largest entry.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
+
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # experts of others that would fetch kernels: none waits for a network
 
 import torch
-from gpu_cases import check_cases
-from gpu_expected import expected
-from gpu_kernels import check_kernels
-from gpu_layer import DROPS, MODELS, TINY, check_layer, time_layer
-from gpu_ops import check_ops
-from gpu_passes import time_passes
-from gpu_products import time_products
-from gpu_replay import SIZES, expected_replay, time_replay
-from gpu_report import NAMES, Report, table
-from plain import Shape
+from gpu_apart import run_apart
+from gpu_parts import SECTIONS, Lost, allowed_s, parts, run_parts, wanted_of
+from gpu_report import Report, table
 
-SMALL = Shape(tokens=192, hidden=64, width=48, experts=8, top_k=2, repeats=1)
-CHECK = Shape(tokens=2048, hidden=512, width=384, experts=32, top_k=8, repeats=1)
-LARGE = 4096  # tokens of a check at a model's own sizes: float64 copies of its experts have to fit as well
-Expected = dict[str, float]
-Section = Callable[[Report, torch.device, int], Expected]
+SECONDS = 330.0  # of everything, on CUDA
 
 
-def _ops(report: Report, device: torch.device, seed: int) -> Expected:
-    check_ops(report, _checked(device), device, seed)
-    return {}
-
-
-def _kernels(report: Report, device: torch.device, seed: int) -> Expected:
-    check_kernels(report, _checked(device), device, seed)
-    return {}
-
-
-def _cases(report: Report, device: torch.device, seed: int) -> Expected:
-    check_cases(report, device, seed)
-    return {}
-
-
-def _layer(report: Report, device: torch.device, seed: int) -> Expected:
-    for dtype in NAMES:
-        check_layer(report, "small", _checked(device), dtype, device, seed)
-    for model, shape in (MODELS if device.type == "cuda" else TINY).items():
-        few = Shape(**{**vars(shape), "tokens": min(LARGE, shape.tokens)})
-        check_layer(report, model, few, torch.bfloat16, device, seed)
-        _give_back(device)
-        time_layer(report, model, shape, device, seed)
-        time_products(report, model, shape, device, seed)
-        time_passes(report, model, shape, device, seed)
-        _give_back(device)
-    return expected(MODELS, DROPS)
-
-
-def _replay(report: Report, device: torch.device, seed: int) -> Expected:
-    for model in SIZES:
-        time_replay(report, model, device, seed)
-        _give_back(device)
-    return expected_replay()
-
-
-SECTIONS: Mapping[str, Section] = MappingProxyType(
-    {"ops": _ops, "kernels": _kernels, "cases": _cases, "layer": _layer, "replay": _replay}
-)
-
-
-def _checked(device: torch.device) -> Shape:
-    return CHECK if device.type == "cuda" else SMALL
-
-
-def _give_back(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def run(report: Report, names: list[str], device: torch.device, seed: int) -> Expected:
-    """All sections; one that ends in an error has failed, and the others run all the same."""
-    found: Expected = {}
+def chosen(wanted: str, device: torch.device) -> list[str]:
+    """Parts whose name begins with one of the names given, with commas between; all of them by default."""
+    known, names = list(parts(device)), [name for name in wanted.split(",") if name]
     for name in names:
-        begin = time.perf_counter()
-        try:
-            found |= SECTIONS[name](report, device, seed)
-        except Exception as error:  # whatever a machine that nobody has tried yet may raise
-            traceback.print_exc()
-            report.failed.append(f"{name} ({type(error).__name__}: {str(error).splitlines()[:1]})")
-        took = time.perf_counter() - begin
-        report.add(f"seconds.{name}", took, "s")
-        print(f"{name}: {took:.0f} s, {len(report.failed)} failed so far", file=sys.stderr, flush=True)
-    return found
+        if not any(_within(part, name) for part in known):
+            raise SystemExit(
+                f"--only {name}: must be among {', '.join(SECTIONS)} or parts of them, such as {known[0]}"
+            )
+    return [part for part in known if not names or any(_within(part, name) for name in names)]
 
 
-def _sections(text: str) -> list[str]:
-    names = text.split(",")
-    odd = [name for name in names if name not in SECTIONS]
-    if odd:
-        raise argparse.ArgumentTypeError(f"{odd[0]!r}: must be among {', '.join(SECTIONS)}")
-    return names
+def _within(part: str, name: str) -> bool:
+    return part == name or part.startswith(f"{name}.")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU even where CUDA is")
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON lines to standard output, the table to stderr"
-    )
-    parser.add_argument("--out", type=Path, help="also write the JSON lines to this file")
-    parser.add_argument(
-        "--seed", type=int, default=None, help="of the inputs; fresh ones each run without it"
-    )
-    parser.add_argument(
-        "--only",
-        type=_sections,
-        default=list(SECTIONS),
-        metavar="NAMES",
-        help="sections, with commas between",
-    )
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="tiny shapes on the CPU even where CUDA is")
+    add("--json", action="store_true", help="print JSON lines to standard output, the table to stderr")
+    add("--out", type=Path, help="also write the JSON lines to this file, and the journal beside it")
+    add("--seed", type=int, default=None, help="of the inputs; fresh ones each run without it")
+    add("--only", default="", metavar="NAMES", help="sections or parts of them, with commas between")
+    add("--seconds", type=float, default=None, help=f"for everything; {SECONDS:.0f} on CUDA, else no limit")
+    add("--apart", action=argparse.BooleanOptionalAction, help="in a process of their own; on CUDA yes")
+    add("--read", type=Path, metavar="JOURNAL", help="run nothing, print the table of a journal")
+    add("--journal", type=Path, help=argparse.SUPPRESS)  # of the process that runs the parts
+    add("--until", type=float, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run the sections; print the table last."""
+    """Run the parts; print the table last."""
     options = _arguments()
-    cuda = torch.cuda.is_available() and not options.dry_run
+    cuda = torch.cuda.is_available() and not options.dry_run and not options.read
     device = torch.device("cuda" if cuda else "cpu")
     seed = options.seed if options.seed is not None else time.time_ns() % 2**31
+    if options.journal:
+        return _run_here(options, device, seed)
     report, begin = Report(seed=seed, device=device), time.perf_counter()
-    wanted = run(report, options.only, device, seed)
-    report.add("seconds", time.perf_counter() - begin, "s")
+    names = chosen(options.only, device)
+    if options.read:
+        report.recall(_lines(options.read))
+        ran = {item["name"] for item in report.figures}
+        names = [name for name in names if f"gpu_check.seconds.{name}" in ran]
+    elif options.apart or (options.apart is None and cuda):
+        _run_apart(report, options, names, device, seed)
+    else:
+        run_parts(report, names, device, seed, until=_until(options, device))
+    _print(report, names, options)
+    verdict = f"FAILED: {', '.join(report.failed)}" if report.failed else "all checks passed"
+    told = f"{time.perf_counter() - begin:.0f} s, torch {torch.__version__}, seed {seed}: {verdict}"
+    print(f"{_hardware(report, device)}, {told}", file=sys.stderr if options.json else sys.stdout)
+    return int(bool(report.failed))
+
+
+def _run_here(options: argparse.Namespace, device: torch.device, seed: int) -> int:
+    """In a process of their own: everything goes to the journal. Exit code 3 where the device is lost."""
+    report = Report(seed=seed, device=device, journal=options.journal)
+    try:
+        run_parts(report, chosen(options.only, device), device, seed, until=options.until)
+    except Lost as error:
+        print(f"the device is lost: {error}", file=sys.stderr, flush=True)
+        os._exit(3)  # what is left could only wait for it
+    return 0
+
+
+def _run_apart(
+    report: Report, options: argparse.Namespace, names: list[str], device: torch.device, seed: int
+) -> None:
+    """The parts in other processes; the report takes over what their journal says."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "journal")
+        if options.out:
+            path = options.out.with_suffix(".journal")
+            path.unlink(missing_ok=True)
+        until = _until(options, device) or time.time() + 1e6
+        dry = ["--dry-run"] if options.dry_run else []
+
+        def command(left: Sequence[str]) -> list[str]:
+            told = [
+                "--journal",
+                str(path),
+                "--until",
+                str(until),
+                "--seed",
+                str(seed),
+                "--only",
+                ",".join(left),
+            ]
+            return [sys.executable, str(Path(__file__).resolve()), *dry, *told]
+
+        run_apart(names, command, path, allowed_s, until)
+        report.recall(_lines(path))
+    ran = {item["name"].removeprefix("gpu_check.seconds.") for item in report.figures}
+    for name in names:
+        if name not in ran and not any(name in said for said in (*report.failed, *report.missing)):
+            report.left_out(f"{name}: too little time left")
+
+
+def _until(options: argparse.Namespace, device: torch.device) -> float | None:
+    seconds = options.seconds or (SECONDS if device.type == "cuda" else None)
+    return None if seconds is None else time.time() + seconds
+
+
+def _hardware(report: Report, device: torch.device) -> str:
+    """Its name as whoever measured saw it: this process leaves the device alone."""
+    seen = [item["context"]["hardware"] for item in report.figures[:1]]
+    return str(seen[0].get("cuda", device.type)) if seen else device.type
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+
+
+def _print(report: Report, names: Sequence[str], options: argparse.Namespace) -> None:
     lines = "".join(json.dumps(item) + "\n" for item in report.figures)
     if options.out:
         options.out.write_text(lines, encoding="utf-8")
     if options.json:
         sys.stdout.write(lines)
     said = sys.stderr if options.json else sys.stdout
-    print(table(report.figures, wanted), *report.missing, sep="\n", file=said)
-    name = torch.cuda.get_device_name(device) if cuda else "cpu"
-    verdict = f"FAILED: {', '.join(report.failed)}" if report.failed else "all checks passed"
-    print(f"{name}, torch {torch.__version__}, seed {seed}: {verdict}", file=said)
-    return int(bool(report.failed))
+    print(table(report.figures, wanted_of(names)), *report.missing, sep="\n", file=said)
 
 
 if __name__ == "__main__":

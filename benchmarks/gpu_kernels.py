@@ -32,21 +32,34 @@ def why_not(device: torch.device) -> str | None:
     return trouble
 
 
-def check_kernels(report: Report, shape: Shape, device: torch.device, seed: int) -> None:
-    """All kernels against float64, and the choice of kept rows against the one without a kernel, bit for bit."""
+def check_kernels(report: Report, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    """All kernels that work on rows in one dtype, against float64."""
+    fits = _runnable(report, shape, device)
+    if fits is None:
+        return
+    shape, name = fits, f"triton.{NAMES[dtype]}"
+    rows, activation = _module("rows"), _module("activation")
+    check_rows(report, name, rows, shape, dtype, device, seed)
+    _check_scaled(report, name, rows, shape, dtype, device, seed)
+    check_activation(report, name, activation, shape, dtype, device, seed)
+    _check_norms(report, name, activation, shape, dtype, device, seed)
+    _check_products(report, shape, dtype, device, seed)
+
+
+def check_chosen(report: Report, shape: Shape, device: torch.device, seed: int) -> None:
+    """The kernels' choice of kept rows against the one without a kernel, bit for bit."""
+    fits = _runnable(report, shape, device)
+    if fits is not None:
+        _check_selection(report, fits, device, seed)
+
+
+def _runnable(report: Report, shape: Shape, device: torch.device) -> Shape | None:
+    """The shape to check kernels at, None (which is said) where they cannot run."""
     trouble = why_not(device)
     if trouble is not None:
         report.left_out(f"Triton kernels: {trouble}")
-        return
-    shape = shape if device.type == "cuda" else SMALL
-    rows, activation = _module("rows"), _module("activation")
-    for dtype, name in NAMES.items():
-        check_rows(report, f"triton.{name}", rows, shape, dtype, device, seed)
-        _check_scaled(report, f"triton.{name}", rows, shape, dtype, device, seed)
-        check_activation(report, f"triton.{name}", activation, shape, dtype, device, seed)
-        _check_norms(report, f"triton.{name}", activation, shape, dtype, device, seed)
-        _check_products(report, shape, dtype, device, seed)
-    _check_selection(report, shape, device, seed)
+        return None
+    return shape if device.type == "cuda" else SMALL
 
 
 def _module(name: str) -> ModuleType:

@@ -13,6 +13,7 @@ Shape letters: T tokens, K experts per token, E experts, H hidden, I expert widt
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from gpu_report import NAMES, Report, make_layer, run_layer
-from gpu_timing import Call, medians, peak_bytes
+from gpu_timing import Call, elapsed_ms, medians, peak_bytes
 from plain import Case, Shape, kept_pairs, make_case, run_plain
 from torch import Tensor
 
@@ -77,35 +78,51 @@ def time_layer(report: Report, model: str, shape: Shape, device: torch.device, s
         calls |= {f"{name}.plain_ops": partial(_without_kernels, call) for name, call in list(calls.items())}
     calls["gemms"] = partial(_multiply, _packed(case, shape))
     calls["plain_loop"] = partial(run_plain, case, torch.bfloat16)
-    calls |= dict(_peers(report, case, shape))
+    calls = dict(_that_run(report, model, calls, device)) | dict(_peers(report, case, shape))
     times = medians(calls, shape.repeats, device)
     for name, value in times.items():
         report.add(f"{model}.{name}.ms", value, "ms")
     _ratios(report, model, times, layers)
     if device.type == "cuda":
         flops = 18 * shape.tokens * shape.top_k * shape.hidden * shape.width
-        for name in ("gemms", "drop0"):
+        for name in times.keys() & {"gemms", "drop0"}:
             report.add(f"{model}.{name}.tflops", flops / times[name] / 1e9, "TFLOP/s", better="higher")
         peaks = {name: peak_bytes(calls[name], device) for name in times}
         for name, value in peaks.items():
             report.add(f"{model}.{name}.peak_bytes", value, "bytes")
         if "transformers_grouped_mm" in peaks:
-            for name in layers:
+            for name in layers.keys() & peaks.keys():
                 ratio = peaks[name] / peaks["transformers_grouped_mm"]
                 report.add(f"{model}.{name}.memory_over_grouped_mm", ratio, "ratio")
+
+
+def _that_run(
+    report: Report, model: str, calls: Mapping[str, Call], device: torch.device
+) -> Iterator[tuple[str, Call]]:
+    """The calls that raise nothing; the others have failed."""
+    for name, call in calls.items():
+        try:
+            elapsed_ms(call, device)
+        except Exception as error:  # whatever a kernel that nobody has run yet may raise
+            traceback.print_exc()
+            report.fail(
+                f"{model}.{name} ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
+            )
+            continue
+        yield name, call
 
 
 def _ratios(report: Report, model: str, times: Mapping[str, float], layers: Mapping[str, MoELayer]) -> None:
     for name, layer in layers.items():
         record = layer.last_record
-        assert record is not None
+        if name not in times or record is None:
+            continue
         report.add(f"{model}.{name}.kept_share", record.rows_backward_local / record.pairs, "share")
-        if name != "drop0":
-            report.add(f"{model}.{name}.over_drop0", times[name] / times["drop0"], "ratio")
-        if "transformers_grouped_mm" in times:
-            ratio = times[name] / times["transformers_grouped_mm"]
-            report.add(f"{model}.{name}.over_grouped_mm", ratio, "ratio")
-    report.add(f"{model}.drop0.over_gemms", times["drop0"] / times["gemms"], "ratio")
+        others = {"over_grouped_mm": "transformers_grouped_mm"}
+        others |= {"over_gemms": "gemms"} if name == "drop0" else {"over_drop0": "drop0"}
+        for label, other in others.items():
+            if other in times:
+                report.add(f"{model}.{name}.{label}", times[name] / times[other], "ratio")
 
 
 def _without_kernels(call: Call) -> object:

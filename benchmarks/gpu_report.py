@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from lrmoe.telemetry.figures import figure
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 PREFIX = "gpu_check."
 ERROR = ".error_over_limit"
-_SHOWN = ("ms", "ratio", "TFLOP/s", "GB/s", "s")  # units in the table
+_SHOWN = ("ms", "ratio", "TFLOP/s", "GB/s")  # units in the table
 
 
 def make_layer(shape: Shape, **fields: Any) -> MoELayer:
@@ -37,19 +39,45 @@ def run_layer(layer: MoELayer, case: Case) -> list[Tensor]:
 class Report:
     """Figures as they come, which checks failed, and what was not done.
 
+    Args:
+        journal: a file that everything said here is appended to at once, so that it outlives this process.
+
     Attributes:
         figures: as `lrmoe.telemetry.figure` makes them. failed: names. missing: sentences.
     """
 
-    def __init__(self, *, seed: int, device: torch.device) -> None:
+    def __init__(self, *, seed: int, device: torch.device, journal: Path | None = None) -> None:
         self.figures: list[dict[str, Any]] = []
         self.failed: list[str] = []
         self.missing: list[str] = []
         self._context = {"seed": seed, "device": device.type}
+        self._journal = journal
+
+    def note(self, kind: str, what: Any) -> None:
+        """A line of the journal, where there is one."""
+        if self._journal is not None:
+            with self._journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([kind, what]) + "\n")
+
+    def recall(self, lines: Iterable[str]) -> None:
+        """Take over what another process wrote into its journal; a last line that was cut off is left out."""
+        taken: dict[str, list[Any]] = {"figure": self.figures, "failed": self.failed, "missing": self.missing}
+        for line in lines:
+            kind, what = json.loads(line) if line.endswith("\n") else ("", None)
+            if kind in taken and what not in taken[kind]:
+                taken[kind].append(what)
 
     def add(self, name: str, value: float, unit: str, *, better: str = "lower", **context: Any) -> None:
         """One figure."""
-        self.figures.append(figure(f"{PREFIX}{name}", value, unit, better, **self._context, **context))
+        found = figure(f"{PREFIX}{name}", value, unit, better, **self._context, **context)
+        self.figures.append(found)
+        self.note("figure", found)
+
+    def fail(self, name: str) -> None:
+        """A check failed, or what was to be checked did not run."""
+        if name not in self.failed:
+            self.failed.append(name)
+            self.note("failed", name)
 
     def check(
         self, name: str, actual: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Tensor]
@@ -66,12 +94,13 @@ class Report:
         """
         self.add(name, value, unit)
         if not value <= limit:
-            self.failed.append(failed or name)
+            self.fail(failed or name)
 
     def left_out(self, why: str) -> None:
         """Something was not done here; said once."""
         if why not in self.missing:
             self.missing.append(why)
+            self.note("missing", why)
 
 
 def table(figures: Sequence[Mapping[str, Any]], expected: Mapping[str, float]) -> str:

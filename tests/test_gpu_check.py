@@ -150,18 +150,50 @@ def test_rows_that_are_not_written_fail_the_check(monkeypatch: pytest.MonkeyPatc
     assert "FAILED: ops.fp32.misplaced" in printed.splitlines()[-1]
 
 
-def test_a_section_that_breaks_has_failed_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = importlib.import_module("gpu_check")
+def test_a_part_that_breaks_has_failed_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = importlib.import_module("gpu_parts")
 
     def broken(*_: object) -> None:
-        raise RuntimeError("no kernel image is available")
+        raise RuntimeError("no kernel image is available\nfor this device")
 
-    monkeypatch.setattr(check, "check_ops", broken)
-    monkeypatch.setattr(check, "check_cases", lambda report, *_: report.at_most("cases.ran", 0, 0, "calls"))
-    code, printed, said = run("--only", "ops,cases", "--json")
+    def ran(report: Any, *_: object) -> None:
+        report.at_most("cases.ran", 0, 0, "calls")
+
+    monkeypatch.setattr(parts, "check_ops", broken)
+    monkeypatch.setattr(parts, "CASES", {"U02": ran})
+    code, printed, said = run("--only", "ops.bf16,cases", "--json")
     assert code == 1
     assert "cases.ran" in printed
-    assert "FAILED: ops (RuntimeError: ['no kernel image is available'])" in said
+    assert "FAILED: ops.bf16 (RuntimeError: no kernel image is available)" in said
+
+
+def test_a_call_of_the_layer_that_breaks_costs_only_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = importlib.import_module("gpu_layer")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of resources: shared memory")
+
+    monkeypatch.setattr(layer, "_multiply", broken)
+    code, printed, said = run("--only", "layer.glm_4_5_air.times", "--json")
+    assert code == 1
+    assert "FAILED: glm_4_5_air.gemms (RuntimeError: out of resources: shared memory)" in said
+    names = [json.loads(line)["name"] for line in printed.splitlines()]
+    assert "gpu_check.glm_4_5_air.drop0.5.over_drop0" in names
+    assert not [name for name in names if "gemms" in name]
+
+
+def test_what_is_not_likely_to_end_in_time_is_left_out() -> None:
+    code, printed, said = run("--only", "cases.u02,cases.u09", "--seconds", "1", "--json")
+    assert code == 0
+    assert printed == ""
+    assert "cases.u02: too little time left\ncases.u09: too little time left\n" in said
+
+
+def test_a_name_that_is_no_part_is_refused() -> None:
+    with pytest.raises(
+        SystemExit, match=r"--only cases\.u: must be among ops, kernels, cases, layer, replay"
+    ):
+        run("--only", "ops,cases.u")
 
 
 def test_what_is_expected_has_the_names_of_what_is_measured_and_falls_with_the_drop() -> None:
