@@ -12,7 +12,7 @@ from lrmoe.experiments.compare.config import CompareConfig, Experiment
 from lrmoe.experiments.compare.presets import PRESETS, get_preset
 from lrmoe.experiments.systems.registry import SYSTEMS, get_system, get_systems
 from lrmoe.planning.policies import INFO
-from lrmoe.training.config import read_toml
+from lrmoe.training.toml_files import read_toml
 
 MINE = """
 from lrmoe.planning.policies import PolicyInfo, get_policy

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,64 +10,23 @@ from typing import Any
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.errors import ConfigError, did_you_mean
+from lrmoe.training.options import NUMBER, Table, described, option
 from lrmoe.training.presets import DEFAULT_PRESET, get_preset
-
-NUMBER = (int, float)
-
-
-def _limits(
-    doc: str,
-    *,
-    kind: type | tuple[type, ...],
-    least: float = -math.inf,
-    below: float = math.inf,
-    choices: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    return {"doc": doc, "kind": kind, "least": least, "below": below, "choices": choices}
-
-
-def _option(default: Any, doc: str, **limits: Any) -> Any:
-    """A field with its description and its limits: `least` <= value < `below`. A default of None may stay None."""
-    return field(default=default, metadata=_limits(doc, **limits))
-
-
-class _Table:
-    """Checks every field of a table against its limits."""
-
-    TABLE: str
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            _check(f"{self.TABLE}.{item.name}", getattr(self, item.name), item)
-
-
-def _check(name: str, value: Any, item: dataclasses.Field[Any]) -> None:
-    limits = item.metadata
-    if not limits or (value is None and item.default is None):
-        return
-    kind = limits["kind"]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise ConfigError(f"{name}={value!r}: must be of type {' or '.join(k.__name__ for k in kinds)}")
-    if limits["choices"] and value not in limits["choices"]:
-        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, limits['choices']))}")
-    if isinstance(value, NUMBER) and not limits["least"] <= value < limits["below"]:
-        below = "" if limits["below"] == math.inf else f" and below {limits['below']}"
-        raise ConfigError(f"{name}={value!r}: must be at least {limits['least']}{below}")
+from lrmoe.training.toml_files import read_tables
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(_Table):
+class ModelConfig(Table):
     """Table [model]: where the model comes from. One of preset, config, checkpoint; without any, the tiny Qwen3-MoE."""
 
     TABLE = "model"
-    preset: str | None = _option(None, "A shape that ships with the package, with new weights.", kind=str)
-    config: str | None = _option(
+    preset: str | None = option(None, "A shape that ships with the package, with new weights.", kind=str)
+    config: str | None = option(
         None,
         "Transformers configuration, with new weights: a Hub name or a directory with config.json.",
         kind=str,
     )
-    checkpoint: str | None = _option(
+    checkpoint: str | None = option(
         None,
         "Weights to start from: a local directory with config.json and safetensors files, or a run or checkpoint of "
         "`lrmoe train`.",
@@ -77,7 +34,7 @@ class ModelConfig(_Table):
     )
     overrides: dict[str, Any] = field(
         default_factory=dict,
-        metadata=_limits("Fields of the transformers configuration to change.", kind=dict),
+        metadata=described("Fields of the transformers configuration to change.", kind=dict),
     )
 
     def __post_init__(self) -> None:
@@ -92,115 +49,115 @@ class ModelConfig(_Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(_Table):
+class DataConfig(Table):
     """Table [data]: the corpus."""
 
     TABLE = "data"
-    path: str | None = _option(
+    path: str | None = option(
         None,
         "Text file, or directory: every file below it that is neither binary (a NUL among its first bytes) nor hidden, "
         "whatever its name, is text. Unset: the source text of the running Python's standard library.",
         kind=str,
     )
-    tokenizer: str | None = _option(
+    tokenizer: str | None = option(
         None, "JSON file of the `tokenizers` library; unset: one token per byte.", kind=str
     )
-    seq_len: int = _option(256, "Tokens per sequence.", kind=int, least=2)
-    limit: int | None = _option(
+    seq_len: int = option(256, "Tokens per sequence.", kind=int, least=2)
+    limit: int | None = option(
         None, "Tokens of the text that are read, from its start; unset: all. A small text is learned by heart.",
         kind=int, least=2,
     )  # fmt: skip
-    held_out: float = _option(
+    held_out: float = option(
         0.01, "Share of the corpus, at its end, that is kept for evaluation.", kind=NUMBER, least=0, below=1
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(_Table):
+class OptimConfig(Table):
     """Table [optim]: AdamW, linear warm-up, cosine decay."""
 
     TABLE = "optim"
-    lr: float = _option(1e-3, "Peak learning rate.", kind=NUMBER, least=0, below=1e6)
-    beta1: float = _option(0.9, "Decay of the gradient's average.", kind=NUMBER, least=0, below=1)
-    beta2: float = _option(0.95, "Decay of the squared gradient's average.", kind=NUMBER, least=0, below=1)
-    eps: float = _option(1e-8, "Added to the root of the squared gradient.", kind=NUMBER, least=0, below=1)
-    weight_decay: float = _option(
+    lr: float = option(1e-3, "Peak learning rate.", kind=NUMBER, least=0, below=1e6)
+    beta1: float = option(0.9, "Decay of the gradient's average.", kind=NUMBER, least=0, below=1)
+    beta2: float = option(0.95, "Decay of the squared gradient's average.", kind=NUMBER, least=0, below=1)
+    eps: float = option(1e-8, "Added to the root of the squared gradient.", kind=NUMBER, least=0, below=1)
+    weight_decay: float = option(
         0.1, "Decoupled weight decay of matrices; vectors have none.", kind=NUMBER, least=0, below=1e6
     )
-    warmup_steps: int = _option(20, "Steps of linear warm-up.", kind=int, least=0)
-    min_lr_ratio: float = _option(
+    warmup_steps: int = option(20, "Steps of linear warm-up.", kind=int, least=0)
+    min_lr_ratio: float = option(
         0.1, "Learning rate at the end, over the peak.", kind=NUMBER, least=0, below=1.000001
     )
-    clip_norm: float = _option(
+    clip_norm: float = option(
         1.0, "Limit on the norm of the whole gradient, all ranks' experts included; 0 is none.", kind=NUMBER, least=0,
         below=1e12,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig(_Table):
+class LoopConfig(Table):
     """Table [train]: the loop."""
 
     TABLE = "train"
-    name: str = _option("train", "The run's folder is <runs>/<name>.", kind=str)
-    runs: str = _option("runs", "Folder that holds the runs.", kind=str)
-    steps: int = _option(200, "Optimizer steps.", kind=int, least=1)
-    seed: int = _option(0, "Seed of weights, data order and dropout.", kind=int, least=0, below=2**63)
-    batch_size: int = _option(8, "Sequences per rank and micro-batch.", kind=int, least=1)
-    accumulate: int = _option(1, "Micro-batches per step.", kind=int, least=1)
-    skip_positions: int = _option(
+    name: str = option("train", "The run's folder is <runs>/<name>.", kind=str)
+    runs: str = option("runs", "Folder that holds the runs.", kind=str)
+    steps: int = option(200, "Optimizer steps.", kind=int, least=1)
+    seed: int = option(0, "Seed of weights, data order and dropout.", kind=int, least=0, below=2**63)
+    batch_size: int = option(8, "Sequences per rank and micro-batch.", kind=int, least=1)
+    accumulate: int = option(1, "Micro-batches per step.", kind=int, least=1)
+    skip_positions: int = option(
         0,
         "Predictions at the start of each sequence that the loss leaves out, where too little text has been seen to "
         "know how it goes on.",
         kind=int,
         least=0,
     )
-    dtype: str = _option(
+    dtype: str = option(
         "float32", "Of weights and activations; bfloat16 keeps float32 masters in the optimizer.", kind=str,
         choices=("float32", "bfloat16"),
     )  # fmt: skip
-    device: str = _option("auto", "Where to train.", kind=str, choices=("auto", "cpu", "cuda"))
-    timeout_s: float = _option(
+    device: str = option("auto", "Where to train.", kind=str, choices=("auto", "cpu", "cuda"))
+    timeout_s: float = option(
         600.0,
         "Seconds that ranks wait for each other before the run ends with an error.",
         kind=NUMBER,
         least=1,
         below=1e6,
     )
-    activation_checkpointing: str = _option(
+    activation_checkpointing: str = option(
         "none",
         "Recompute decoder layers in backward.",
         kind=str,
         choices=("none", "reentrant", "non_reentrant"),
     )
-    router_aux_loss: float = _option(
+    router_aux_loss: float = option(
         0.0,
         "Coefficient of the load-balancing loss, which no reported loss contains; 0 is none.",
         kind=NUMBER,
         least=0,
         below=1e6,
     )
-    checkpoint_every: int = _option(
+    checkpoint_every: int = option(
         0, "Steps between checkpoints; 0: none, not even at the end.", kind=int, least=0
     )
-    checkpoint_async: bool = _option(
+    checkpoint_async: bool = option(
         False,
         "Copy a checkpoint to host memory and let a thread write it while training goes on; it counts from the first "
         "step after all ranks have written theirs.",
         kind=bool,
     )
-    keep_last: int = _option(2, "Checkpoints to keep.", kind=int, least=1)
-    eval_every: int = _option(0, "Steps between evaluations on held-out text; 0 is never.", kind=int, least=0)
-    eval_batches: int = _option(4, "Batches per rank in one evaluation.", kind=int, least=1)
-    log_every: int = _option(
+    keep_last: int = option(2, "Checkpoints to keep.", kind=int, least=1)
+    eval_every: int = option(0, "Steps between evaluations on held-out text; 0 is never.", kind=int, least=0)
+    eval_batches: int = option(4, "Batches per rank in one evaluation.", kind=int, least=1)
+    log_every: int = option(
         10, "Steps between histograms, and between log lines where there is no terminal.", kind=int, least=1
     )
-    wandb: str | None = _option(
+    wandb: str | None = option(
         None,
         "Project at Weights & Biases that shows the run; WANDB_MODE=offline keeps it in the folder.",
         kind=str,
     )
-    trace: bool | None = _option(
+    trace: bool | None = option(
         None,
         "Write trace.parquet, the counts of every layer call; unset: where pyarrow is installed.",
         kind=bool,
@@ -310,54 +267,6 @@ TABLES: dict[str, type] = {
     "train": LoopConfig,
     "lrmoe": LRMoEConfig,
 }
-
-
-def read_tables(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The tables of a TOML file, if one is named, with `table.key=value` overrides applied, later ones last.
-
-    Raises:
-        ConfigError: the file cannot be read, an override cannot be, or a table is not one.
-    """
-    values = {} if path is None else read_toml(path)
-    for override in overrides:
-        apply_override(values, override)
-    for name, table in values.items():
-        if not isinstance(table, dict):
-            raise ConfigError(f"{name}={table!r}: must be a table")
-    return values
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises:
-        ConfigError: it cannot be read or is not TOML; names the path.
-    """
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path}: not UTF-8 text: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
-
-
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set one dotted key, in place: "lrmoe.max_drop=0.2". The value is TOML; what is not TOML is taken as a string."""
-    key, equals, text = override.partition("=")
-    names = key.strip().split(".")
-    if not equals or len(names) < 2 or not all(names):
-        raise ConfigError(f"--set {override!r}: must look like table.key=value")
-    table = values
-    for name in names[:-1]:
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {override!r}: {name} is not a table")
-    try:
-        table[names[-1]] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        table[names[-1]] = text.strip()
 
 
 def _keys() -> Iterator[str]:

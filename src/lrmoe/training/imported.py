@@ -20,12 +20,13 @@ from lrmoe.checkpoint.hf.export import replacing
 from lrmoe.checkpoint.hf.importing import dtype_name, import_checkpoint, read_config
 from lrmoe.checkpoint.hf.tokenizer import TOKENIZER, copy_tokenizer
 from lrmoe.errors import ConfigError
-from lrmoe.training.config import TrainConfig, read_tables
+from lrmoe.training.config import TrainConfig
 from lrmoe.training.data import Corpus
 from lrmoe.training.folder import CONFIG, MODEL
 from lrmoe.training.loop import Trainer
 from lrmoe.training.model import meta_model
 from lrmoe.training.state import trainer_state
+from lrmoe.training.toml_files import read_tables
 
 
 def import_run(

@@ -8,8 +8,9 @@ from typing import Any
 
 from lrmoe.checkpoint import Manifest, find_steps, folder_of
 from lrmoe.errors import CheckpointError, ConfigError
-from lrmoe.training.config import LoopConfig, TrainConfig, read_tables, read_toml
+from lrmoe.training.config import LoopConfig, TrainConfig
 from lrmoe.training.folder import CONFIG, MODEL, SUMMARY
+from lrmoe.training.toml_files import read_tables, read_toml
 
 SOURCES = ("preset", "config", "checkpoint")  # of a model
 

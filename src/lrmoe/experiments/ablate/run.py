@@ -34,8 +34,9 @@ from lrmoe.experiments.workers import Job, run_jobs
 from lrmoe.experiments.workers_display import Display
 from lrmoe.experiments.writing import csv_text, json_text, write_whole
 from lrmoe.telemetry.figures import environment
-from lrmoe.training.config import ModelConfig, TrainConfig, read_toml
+from lrmoe.training.config import ModelConfig, TrainConfig
 from lrmoe.training.locks import alone
+from lrmoe.training.toml_files import read_toml
 
 KIND = "ablate"
 _HERE = "lrmoe.experiments.ablate.run"

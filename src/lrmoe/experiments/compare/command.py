@@ -101,7 +101,7 @@ def tables_of(
     Raises:
         ConfigError: an unknown preset or regime, or a file or override that cannot be read.
     """
-    from lrmoe.training.config import read_toml
+    from lrmoe.training.toml_files import read_toml
 
     file = {} if config is None else read_toml(config)
     values = _layered(preset, {}, file, overrides, given)
@@ -122,7 +122,7 @@ def _layered(
     given: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
     """All of them, later ones last."""
-    from lrmoe.training.config import apply_override
+    from lrmoe.training.toml_files import apply_override
 
     values = get_preset(preset)
     for layer in (regime, file):

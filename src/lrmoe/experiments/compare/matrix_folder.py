@@ -18,9 +18,9 @@ from lrmoe.errors import ConfigError
 from lrmoe.experiments.compare.cells import CELLS, ROWS, Cell
 from lrmoe.experiments.compare.config import Experiment
 from lrmoe.experiments.writing import json_text, write_whole
-from lrmoe.training.config import read_toml
 from lrmoe.training.folder import CONFIG, SUMMARY, check_free, claim
 from lrmoe.training.kinds import MATRIX, named
+from lrmoe.training.toml_files import read_toml
 
 KINDS = ("compare", MATRIX)  # that `lrmoe compare` makes
 # keys that change nothing that a cell measures
