@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lrmoe.layer.learned import _ROWS, score_sums
+from lrmoe.layer.learned import _ROWS, Learned, score_sums
 from lrmoe.layer.left_out import costs_of, inverse_of
 from lrmoe.layer.randomness import UNIT, UNIT_BITS
 from lrmoe.layer.selection import _UNITS
@@ -90,6 +90,20 @@ def test_compiled_sums_of_scores_equal_torchs(kind: str, counts: list[int]) -> N
         wanted = score_sums(score, given)
     assert found is not None
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_and_plain_sums_of_several_calls_are_the_same(kind: str) -> None:
+    draw, compiled, plain = torch.Generator().manual_seed(2), *(Learned(4, 1, own=False) for _ in range(2))
+    for counts in ([9, 0, 5000, 1], [0, 0, 3, 300], [1, 0, 0, 0], [0, 0, 0, 0]):
+        score, given = scores(kind, sum(counts), draw), torch.tensor(counts)
+        compiled.learn(score, given)
+        with cpu.limited(None):
+            plain.learn(score, given)
+        assert torch.equal(compiled.sums_XF, plain.sums_XF)
+    past = torch.zeros(4, 3 + 2 * BINS)
+    for unfit in (past, past.double()[:3], past.double().t().contiguous().t()):
+        assert cpu.score_sums(score, given, most=_ROWS, bins=BINS, lowest=LOWEST, past_XF=unfit) is None
 
 
 def test_counts_that_are_not_of_the_rows_are_refused() -> None:

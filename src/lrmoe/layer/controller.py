@@ -155,9 +155,8 @@ class Controller:
         self.learned.learn(score_M, counts_X)
 
     def book(self, variance: Tensor, energy: Tensor, predicted: float | None) -> None:
-        """Add what a call measured, where a limit asks for it; see `Learned.book`."""
-        if self.drops.variance is not None:
-            self.learned.book(variance, energy, predicted)
+        """Add what a call measured, for the limit on added variance; see `Learned.book`."""
+        self.learned.book(variance, energy, predicted)
 
     def hear(self, told_RW: FloatArray, topology: Topology, *, training: bool) -> ScoreHistory | None:
         """Take in what all ranks told, their fp64 tail of a call's message; returns what is known of past scores.

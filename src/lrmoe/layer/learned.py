@@ -109,6 +109,12 @@ class Learned:
         """Add a call's scores; see `score_sums`."""
         if not self.sums_XF.numel():
             return
+        found = cpu.score_sums(
+            score_M, counts_X, most=_ROWS, bins=BINS, lowest=LOWEST, past_XF=self.sums_XF, decay=_DECAY
+        )
+        if found is not None:
+            self.sums_XF = found
+            return
         fresh = score_sums(score_M, counts_X)
         old = self.sums_XF.to(fresh.device)
         seen = (fresh[:, :1] > 0) & (fresh[:, 1:2] > 0)

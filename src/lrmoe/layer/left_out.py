@@ -28,7 +28,8 @@ class Loss:
 
 def loss_of(costs: list[Tensor]) -> Loss:
     """The sum of what `costs_of` said of the parts of a choice."""
-    energy, dropped, variance, nonfinite = torch.stack(costs).sum(0).unbind()
+    total = costs[0] if len(costs) == 1 else torch.stack(costs).sum(0)
+    energy, dropped, variance, nonfinite = total.unbind()
     return Loss(energy=energy, dropped=dropped.clamp(min=0), variance=variance, nonfinite=nonfinite.long())
 
 

@@ -130,7 +130,7 @@ def _book(call: Call, loss: Loss) -> None:
         variance_added=loss.variance,
         nonfinite_scores=loss.nonfinite,
     )
-    if not call.open_call.repeated:
+    if call.controller.drops.variance is not None and not call.open_call.repeated:
         # Where some scores are not finite, other pairs' weights are huge and say nothing of sampling.
         sound = loss.nonfinite == 0
         variance, energy = (torch.where(sound, value, 0.0) for value in (loss.variance, loss.energy))

@@ -83,7 +83,7 @@ def _declare(found: ctypes.CDLL) -> None:
         "lrmoe_keep": (number, (*choice, address, number, address, address, number)),
         "lrmoe_score_sums": (
             number,
-            (address, whole, address, whole, whole, whole, whole, address, address, number),
+            (address, whole, address, *(whole,) * 4, address, real, address, address, number),
         ),
         "lrmoe_token_entries": (number, (address, whole, whole, whole, address, address, address, address)),
     }

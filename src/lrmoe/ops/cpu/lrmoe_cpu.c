@@ -111,9 +111,10 @@ PUBLIC int lrmoe_keep(const float *score, int64_t rows, const int64_t *counts, c
 
 /* See score_sums; start as above. Returns 0, or 1 (nothing computed) where counts do not fit. */
 PUBLIC int lrmoe_score_sums(const float *score, int64_t rows, const int64_t *counts, int64_t experts, int64_t most,
-                            int64_t bins, int64_t lowest, int64_t *start, double *sums, int threads) {
+                            int64_t bins, int64_t lowest, const double *past, double decay, int64_t *start,
+                            double *sums, int threads) {
     if (starts(counts, experts, rows, start)) return 1;
-    score_sums(score, rows, (experts_t){experts, start, counts}, most, bins, lowest, sums, threads);
+    score_sums(score, rows, (experts_t){experts, start, counts}, most, bins, lowest, past, decay, sums, threads);
     return 0;
 }
 

@@ -2,6 +2,8 @@
  * Integers and sums one after the other, which no wider instructions would help. */
 #include "sums.h"
 
+#include <stddef.h>
+
 #define WORTH_A_TEAM 8192 /* rows from which on more than one thread pays */
 
 static inline int finite(float value) { return value - value == 0.0f; }
@@ -37,11 +39,19 @@ static void of_expert(const float *score, int64_t rows, int64_t step, int64_t bi
 }
 
 void score_sums(const float *score, int64_t rows, experts_t experts, int64_t most, int64_t bins, int64_t lowest,
-                double *sums, int threads) {
+                const double *past, double decay, double *sums, int threads) {
+    int64_t columns = 3 + 2 * bins;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows >= WORTH_A_TEAM && threads > 1)
     for (int64_t e = 0; e < experts.count; e++) {
         int64_t n = experts.rows[e], step = n > most ? (n + most - 1) / most : 1;
-        of_expert(score + experts.start[e], n, step, bins, lowest, sums + e * (3 + 2 * bins));
+        double *found = sums + e * columns;
+        of_expert(score + experts.start[e], n, step, bins, lowest, found);
+        if (past == NULL) continue;
+        int seen = found[0] > 0.0 && found[1] > 0.0;
+        for (int64_t i = 0; i < columns; i++) {
+            double old = past[e * columns + i];
+            found[i] = seen ? decay * old + found[i] : old;
+        }
     }
 }
 

@@ -4,9 +4,10 @@
 
 #include "variant.h"
 
-/* Sums over the scores of each expert, 3 + 2 * bins each, of one row in so many that `most` or fewer are read. */
+/* Sums over the scores of each expert, 3 + 2 * bins each, of one row in so many that `most` or fewer are read. Where past
+ * sums are given, decay * past + these for experts that have any, and the past for the others. */
 void score_sums(const float *score, int64_t rows, experts_t experts, int64_t most, int64_t bins, int64_t lowest,
-                double *sums, int threads);
+                const double *past, double decay, double *sums, int threads);
 
 /* Rows of each token in slot order; `place` has room for a number a slot. Returns 0, or 1 where a pair is out of range or
  * comes twice. */

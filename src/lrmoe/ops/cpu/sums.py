@@ -9,18 +9,28 @@ import torch
 from torch import Tensor
 
 from lrmoe.ops.cpu.choose import listed, refuse
-from lrmoe.ops.cpu.library import library
+from lrmoe.ops.cpu.library import library, plain
 
 _MOST = 2**31 - 1
 
 
-def score_sums(score_M: Tensor, counts_X: Tensor, *, most: int, bins: int, lowest: int) -> Tensor | None:
-    """Sums over scores of each expert, fp64 (X, 3 + 2 * bins), see `lrmoe.layer.learned.score_sums`.
+def score_sums(
+    score_M: Tensor,
+    counts_X: Tensor,
+    *,
+    most: int,
+    bins: int,
+    lowest: int,
+    past_XF: Tensor | None = None,
+    decay: float = 0.0,
+) -> Tensor | None:
+    """Sums over scores of each expert, fp64 (X, F), F = 3 + 2 * bins, see `lrmoe.layer.learned.score_sums`.
 
     Args:
         score_M: fp32, expert after expert. counts_X: int64, rows of each.
         most: rows of an expert that are read: of more every k-th, counted k times.
         bins, lowest: see `lrmoe.planning.score_bins`.
+        past_XF: fp64, sums of before: theirs times `decay` are added, or they stay where no score is positive.
 
     Raises:
         ValueError: the counts are not those of the rows.
@@ -28,8 +38,10 @@ def score_sums(score_M: Tensor, counts_X: Tensor, *, most: int, bins: int, lowes
     found = library()
     if found is None or not (listed(counts_X) and listed(score_M, dtype=torch.float32)):
         return None
-    start = torch.empty_like(counts_X)
-    sums_XF = torch.empty((counts_X.shape[0], 3 + 2 * bins), dtype=torch.float64, device=score_M.device)
+    shape = (counts_X.shape[0], 3 + 2 * bins)
+    if past_XF is not None and not _table(past_XF, shape):
+        return None
+    start, sums_XF = torch.empty_like(counts_X), score_M.new_empty(shape, dtype=torch.float64)
     failed = found.lrmoe_score_sums(
         score_M.data_ptr(),
         score_M.shape[0],
@@ -38,12 +50,20 @@ def score_sums(score_M: Tensor, counts_X: Tensor, *, most: int, bins: int, lowes
         most,
         bins,
         lowest,
+        None if past_XF is None else past_XF.data_ptr(),
+        decay,
         start.data_ptr(),
         sums_XF.data_ptr(),
         torch.get_num_threads(),
     )
     refuse(failed, score_M, counts_X)
     return sums_XF
+
+
+def _table(past_XF: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether these are fp64 numbers of that shape, side by side in plain CPU memory."""
+    fits = past_XF.dtype == torch.float64 and past_XF.shape == shape
+    return fits and past_XF.is_contiguous() and plain(past_XF)
 
 
 def token_entries(pair_N: Tensor, tokens: int, slots: int) -> tuple[Tensor, Tensor, Tensor] | None:
