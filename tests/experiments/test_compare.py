@@ -21,6 +21,7 @@ from lrmoe.experiments.compare.run import _check_same_start, common_loss
 from lrmoe.experiments.systems.registry import SYSTEMS, get_system
 from lrmoe.report import tables
 from lrmoe.report.load import load_run
+from lrmoe.report.numbers import size
 from lrmoe.telemetry.traces import read_trace
 from tests.experiments.records import record
 
@@ -208,7 +209,7 @@ def test_tables_of_every_system(everything: tuple[Path, int]) -> None:
     row = dict(zip(given.columns, given.rows[names.index("symi")], strict=True))
     assert row["storage"] == "sharded"
     assert row["plans from"] == "history"
-    assert row["bytes of slots"] == tables.size(2 * 2 * 3 * 32 * 32 * (4 + 4)), (
+    assert row["bytes of slots"] == size(2 * 2 * 3 * 32 * 32 * (4 + 4)), (
         "resident, two layers, states sharded"
     )
     assert (everything[0] / "report.html").stat().st_size > 0

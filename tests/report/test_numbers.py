@@ -9,7 +9,7 @@ import pytest
 
 from lrmoe.report.html import render
 from lrmoe.report.load import load_run
-from lrmoe.report.tables import even, number, seconds, size, with_error
+from lrmoe.report.numbers import even, number, seconds, size, with_error
 from tests.report.synthetic import compare_run
 
 GIB = 2**30

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import Run
+from lrmoe.report.numbers import even, percent
 from lrmoe.report.plot import Plot, label, upright
-from lrmoe.report.tables import Table, even, percent
+from lrmoe.report.tables import Table
 
 Row = Mapping[str, Any]
 _SERIES = 8  # colours there are

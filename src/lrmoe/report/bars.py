@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import LayerRows, Run, SystemRun
+from lrmoe.report.numbers import even, number, seconds, size
 from lrmoe.report.plot import Plot, label, line
-from lrmoe.report.tables import Table, even, number, seconds, size
+from lrmoe.report.tables import Table
 
 # Phases of a layer call, grouped for the eye; the table behind the plot shows each.
 PHASE_GROUPS: Mapping[str, tuple[str, ...]] = {

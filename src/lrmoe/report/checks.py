@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lrmoe.report.data import Run, SystemRun
+from lrmoe.report.numbers import even
 from lrmoe.report.plot import Plot, colour, label, line
-from lrmoe.report.tables import Table, even
+from lrmoe.report.tables import Table
 
 _LINES = (("cosine", "check_cosine", "solid", "circle"), ("relative error", "check_error", "dot", "diamond"))
 _TABLE_ROWS = 200

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import Run, Series, SystemRun
+from lrmoe.report.numbers import number, percent
 from lrmoe.report.plot import Plot, colour, label, line, note
-from lrmoe.report.tables import Table, number, percent
+from lrmoe.report.tables import Table
 
 
 def peaks(run: Run) -> Plot | None:

@@ -14,8 +14,9 @@ from typing import Any
 from lrmoe.report import bars
 from lrmoe.report.data import Run, SystemRun
 from lrmoe.report.names import readable, styles
+from lrmoe.report.numbers import even, number, percent, seconds, with_error
 from lrmoe.report.plot import Plot, label, upright, whiskers
-from lrmoe.report.tables import Table, even, number, percent, seconds, with_error
+from lrmoe.report.tables import Table
 
 _Line = Mapping[str, Any]
 _PARTS = re.compile(r"(?P<case>.+?)\.(?P<who>drop\d+(?:\.\d+)?|[^.]+\.stash|[^.]+)\.(?P<quantity>[^.]+)")

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import LayerSteps, Run, SystemRun
+from lrmoe.report.numbers import number, percent
 from lrmoe.report.plot import Plot, label, line
-from lrmoe.report.tables import Table, number, percent
+from lrmoe.report.tables import Table
 from lrmoe.report.words import subject
 
 _ALONE = 16  # experts of one rank side by side

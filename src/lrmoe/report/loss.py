@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lrmoe.report.data import Run, Series, SystemRun
+from lrmoe.report.numbers import number
 from lrmoe.report.plot import Plot, colour, label, line, note
-from lrmoe.report.tables import Table, number
+from lrmoe.report.tables import Table
 
 _TABLE_ROWS = 40
 

@@ -17,7 +17,8 @@ from lrmoe.report.matrix_cases import (
     point,
     words,
 )
-from lrmoe.report.tables import Table, even, fairness, number, percent, plain, seconds, size, with_error
+from lrmoe.report.numbers import even, number, percent, plain, seconds, size, with_error
+from lrmoe.report.tables import Table, fairness
 from lrmoe.statistics import standard_error
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from lrmoe.report.data import Run
 from lrmoe.report.matrix_cases import called, cases, point
 from lrmoe.report.names import styles
+from lrmoe.report.numbers import number
 from lrmoe.report.plot import Plot, label, upright, whiskers
-from lrmoe.report.tables import Table, number
+from lrmoe.report.tables import Table
 
 
 def plots(run: Run) -> list[Plot]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import Memory, Run
+from lrmoe.report.numbers import size
 from lrmoe.report.plot import Plot, label
-from lrmoe.report.tables import Table, size
+from lrmoe.report.tables import Table
 
 PARTS: Mapping[str, str] = {
     "weights": "weights",

@@ -10,6 +10,7 @@ from lrmoe.errors import ConfigError
 from lrmoe.report import tables
 from lrmoe.report.data import BASELINE, Run, SystemRun
 from lrmoe.report.names import DASHES
+from lrmoe.report.numbers import number, plain, seconds, size
 from lrmoe.report.tables import Table
 
 _UNTOLD = ("train.name", "train.runs", "context.command", "context.date")  # always differ and explain nothing
@@ -156,7 +157,7 @@ def differences(pair: Pair) -> Table:
         second |= {f"{mark}{key}": value for key, value in right.config.items()}
     keys = [key for key in {**first, **second} if key not in _UNTOLD]
     rows = [
-        (key, tables.plain(first.get(key)), tables.plain(second.get(key)))
+        (key, plain(first.get(key)), plain(second.get(key)))
         for key in keys
         if first.get(key) != second.get(key)
     ]
@@ -190,18 +191,18 @@ def verdict(pair: Pair) -> str:
     if left.number(key) is None or right.number(key) is None:
         key, kind = "moe_time_wall_s", "wall"
     text = f"{left.name} ends at loss {_loss(left)}, {right.name} at {_loss(right)}. "
-    text += f"MoE-layer time, {kind}: {tables.seconds(left.number(key))} and {tables.seconds(right.number(key))}, "
+    text += f"MoE-layer time, {kind}: {seconds(left.number(key))} and {seconds(right.number(key))}, "
     text += f"ratio {ratio(left, right, key)}."
     return text + _caution(pair, left, right)
 
 
 def _loss(system: SystemRun) -> str:
-    return tables.number(system.number("final_loss"), 4)
+    return number(system.number("final_loss"), 4)
 
 
 def _caution(pair: Pair, left: SystemRun, right: SystemRun) -> str:
     if pair.both.target_loss is not None and left.figures.get("reached") and right.figures.get("reached"):
-        return f" Both reached loss {tables.number(pair.both.target_loss)}."
+        return f" Both reached loss {number(pair.both.target_loss)}."
     return " They did not stop at the same loss, so times alone do not say which is better: see the curves."
 
 
@@ -215,5 +216,5 @@ def method(pair: Pair) -> str:
         text += tables.critical_path(pair.both)
         links = [run.summary["link_bytes_per_s"] for run in pair.runs]
         if links[0] != links[1]:
-            text += f" That is the first run's link; the second was recorded with {tables.size(links[1])}/s."
+            text += f" That is the first run's link; the second was recorded with {size(links[1])}/s."
     return text

@@ -11,8 +11,9 @@ from lrmoe.report import bars
 from lrmoe.report.data import LayerSteps, Memory, Run, SystemRun
 from lrmoe.report.heat import heat
 from lrmoe.report.memory import PARTS, stack
+from lrmoe.report.numbers import number, percent, size
 from lrmoe.report.plot import Plot, label
-from lrmoe.report.tables import Table, number, percent, size
+from lrmoe.report.tables import Table
 
 _Row = Mapping[str, str]
 _WRITTEN: Mapping[str, Callable[[float], str]] = {

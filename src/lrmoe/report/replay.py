@@ -10,8 +10,9 @@ from lrmoe.planning.calibration import PHASES
 from lrmoe.report import bars
 from lrmoe.report.data import Memory, Run
 from lrmoe.report.memory import stack
+from lrmoe.report.numbers import even, number, percent, size
 from lrmoe.report.plot import Plot, label, line
-from lrmoe.report.tables import Table, even, number, percent, size
+from lrmoe.report.tables import Table
 
 TITLES = {"drop0.5": "lrmoe, drop 0.5"}
 

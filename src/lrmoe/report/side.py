@@ -8,7 +8,8 @@ from typing import Any
 from lrmoe.errors import ConfigError
 from lrmoe.report.data import Run
 from lrmoe.report.figures import figures
-from lrmoe.report.tables import Table, number, plain
+from lrmoe.report.numbers import number, plain
+from lrmoe.report.tables import Table
 
 
 def _values(run: Run) -> dict[str, float]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lrmoe.report.data import BASELINE, Run
-from lrmoe.report.tables import Table, even, number, percent, size
+from lrmoe.report.numbers import even, number, percent, size
+from lrmoe.report.tables import Table
 
 OURS = "lrmoe"
 _Figures = Mapping[str, Any]

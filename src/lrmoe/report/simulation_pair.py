@@ -7,9 +7,10 @@ from typing import Any
 
 from lrmoe.errors import ConfigError
 from lrmoe.report.data import Run
+from lrmoe.report.numbers import number, plain
 from lrmoe.report.plot import Plot, label
 from lrmoe.report.simulation import milliseconds, scenarios, where
-from lrmoe.report.tables import Table, number, plain
+from lrmoe.report.tables import Table
 
 _Figures = Mapping[str, Any]
 _QUANTITIES = (

@@ -7,9 +7,10 @@ from typing import Any
 
 from lrmoe.report.data import Run
 from lrmoe.report.names import styles
+from lrmoe.report.numbers import number, percent
 from lrmoe.report.plot import Plot, label
 from lrmoe.report.simulation import OURS, milliseconds, pressures, scenarios, where
-from lrmoe.report.tables import Table, number, percent
+from lrmoe.report.tables import Table
 
 _Figures = Mapping[str, Any]
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lrmoe.report.data import Run, SystemRun
-from lrmoe.report.tables import Table, against, number, seconds, size
+from lrmoe.report.numbers import against, number, seconds, size
+from lrmoe.report.tables import Table
 
 
 def targets(run: Run) -> Table:

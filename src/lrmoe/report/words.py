@@ -8,6 +8,7 @@ from operator import itemgetter
 from lrmoe.report import tables
 from lrmoe.report.data import Run, SystemRun
 from lrmoe.report.names import OURS, own
+from lrmoe.report.numbers import even, number
 
 MOST_NAMED = 3  # systems in one sentence
 
@@ -15,14 +16,14 @@ MOST_NAMED = 3  # systems in one sentence
 def verdict(run: Run) -> str:
     """One sentence: what the run showed, or that it did not finish or did not reach its target."""
     if run.unfinished:
-        ends = (f"{s.name} is at loss {tables.number(s.number('final_loss'), 4)}" for s in run.systems)
+        ends = (f"{s.name} is at loss {number(s.number('final_loss'), 4)}" for s in run.systems)
         return f"{run.unfinished} {'; '.join(ends)}."
     if run.kind == "train":
-        return f"One training run, final loss {tables.number(run.systems[0].number('final_loss'), 4)}."
+        return f"One training run, final loss {number(run.systems[0].number('final_loss'), 4)}."
     missed = [system.name for system in run.systems if not system.figures.get("reached")]
     if run.target_loss is None:
         return _verdict_of_steps(run, missed)
-    target = tables.number(run.target_loss)
+    target = number(run.target_loss)
     if missed:
         return f"Target loss {target} was not reached by {', '.join(missed)}; times are not comparable."
     if run.baseline is None or len(run.systems) == 1:
@@ -55,8 +56,8 @@ def _all_needed(systems: Sequence[SystemRun], base: SystemRun) -> str:
     parts = [_needed(first, base)]
     for system in others:
         critical, wall = (_ratio(system, base, name) for name in ("moe_time_critical_s", "moe_time_wall_s"))
-        beside = "" if critical is None else f" (wall {tables.even(wall)})"
-        parts.append(f"{system.name} {tables.even(wall if critical is None else critical)}{beside}")
+        beside = "" if critical is None else f" (wall {even(wall)})"
+        parts.append(f"{system.name} {even(wall if critical is None else critical)}{beside}")
     return "; ".join(parts)
 
 
@@ -64,8 +65,8 @@ def _needed(system: SystemRun, base: SystemRun) -> str:
     """The modelled ratio with the wall ratio beside it, or the wall ratio alone where no link is stated."""
     critical, wall = (_ratio(system, base, name) for name in ("moe_time_critical_s", "moe_time_wall_s"))
     first, kind = (wall, "wall") if critical is None else (critical, "critical path, modelled link")
-    beside = "" if critical is None else f"; wall {tables.even(wall)}"
-    return f"{system.name} needed {tables.even(first)} of {base.name}'s time ({kind}{beside})"
+    beside = "" if critical is None else f"; wall {even(wall)}"
+    return f"{system.name} needed {even(first)} of {base.name}'s time ({kind}{beside})"
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:

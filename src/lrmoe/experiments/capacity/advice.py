@@ -10,7 +10,7 @@ from lrmoe.errors import ConfigError, PlanError
 from lrmoe.experiments.capacity.answer import Answer, largest_micro_batch, solve
 from lrmoe.experiments.capacity.question import Question
 from lrmoe.planning.hardware import HARDWARE
-from lrmoe.report.tables import size
+from lrmoe.report.numbers import size
 
 _LEAN_OPTIMIZER = "adamw-8bit"
 _MOST_GPUS = 1024

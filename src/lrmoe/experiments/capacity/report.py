@@ -8,7 +8,8 @@ from typing import Any
 from lrmoe.experiments.capacity.advice import Advice, tried
 from lrmoe.experiments.capacity.answer import Answer
 from lrmoe.planning.calibration import MODELLED, PHASES
-from lrmoe.report.tables import Table, number, size
+from lrmoe.report.numbers import number, size
+from lrmoe.report.tables import Table
 
 PARTS = ("weights", "grads", "optimizer", "replicas", "dispatched", "stash", "backward", "outputs", "scratch")
 
