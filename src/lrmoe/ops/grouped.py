@@ -22,6 +22,7 @@ from lrmoe.ops.triton.rule import Product, Way, chosen
 
 _ALIGNMENT = 16  # bytes, asked of base pointers and strides by the CUDA kernel
 _MOST_ROWS = 2**31 - 1  # the CUDA kernel counts rows in 32 bits
+_MOST_SEGMENTS = 1023  # of torch's grouped product on CUDA
 _NOT_BY_INDEX = "rows are packed first where no kernel reads them by index"
 
 
@@ -78,15 +79,20 @@ def grouped_mm_weight(
     assert index_N is None, _NOT_BY_INDEX
     if way == "torch":
         found = _cuda_grouped(grad_NB.t(), rows_NA, counts)
-        out.add_(found) if add else out.copy_(found)
-    else:
-        for s, begin, end in _segments(counts):
-            _weight_product(grad_NB[begin:end].t(), rows_NA[begin:end], out[s], add)
+        _zero_empty(found, counts)  # a kernel may leave them as they were
+        return out.add_(found) if add else out.copy_(found)
+    for s, begin, end in _segments(counts):
+        _weight_product(grad_NB[begin:end].t(), rows_NA[begin:end], out[s], add)
     if not add:
-        for s, count in enumerate(counts):
-            if count == 0:
-                out[s].zero_()
+        _zero_empty(out, counts)
     return out
+
+
+def _zero_empty(stack: Tensor, counts: Sequence[int]) -> None:
+    """Zeros into the matrices of segments without rows."""
+    for s, count in enumerate(counts):
+        if count == 0:
+            stack[s].zero_()
 
 
 def _weight_product(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
@@ -121,15 +127,16 @@ def _product(
     out: Tensor | None,
     index_N: Tensor | None = None,
 ) -> Tensor:
+    way = _way(rows_NA, weight_SAB, counts, weight_SAB.shape[:0:-1], gathered=index_N is not None)
+    if way == "torch" and index_N is None:
+        found = _cuda_grouped(rows_NA, weight_SAB, counts)
+        return found.contiguous() if out is None else out.copy_(found)
     if out is None:
         out = rows_NA.new_empty((sum(counts), weight_SAB.shape[2]))
-    way = _way(rows_NA, weight_SAB, counts, weight_SAB.shape[:0:-1], gathered=index_N is not None)
     if way == "triton":
-        found: Tensor = _kernels().grouped_mm(rows_NA, weight_SAB, counts, out=out, index_N=index_N)
-        return found
+        by_kernel: Tensor = _kernels().grouped_mm(rows_NA, weight_SAB, counts, out=out, index_N=index_N)
+        return by_kernel
     assert index_N is None, _NOT_BY_INDEX
-    if way == "torch":
-        return out.copy_(_cuda_grouped(rows_NA, weight_SAB, counts))
     for s, begin, end in _segments(counts):
         torch.mm(rows_NA[begin:end], weight_SAB[s], out=out[begin:end])
     return out
@@ -147,7 +154,9 @@ def _way(
     """Who computes a product; see `triton.rule.Product`."""
     if not left.is_cuda:
         return "loop"
-    fits = _fast(left, right) and (_whole_tiles(counts) if sums_rows else fits_offsets(counts))
+    fits = _fast(left, right) and fits_offsets(counts) and len(counts) <= _MOST_SEGMENTS
+    if sums_rows:
+        fits = fits and (all(_row_after_row(t) for t in (left, right)) or _whole_tiles(counts))
     if usable(left, right) is not None:
         return "torch" if fits else "loop"
     b, a = shape_BA
@@ -169,9 +178,14 @@ def _kernels() -> ModuleType:
     return grouped
 
 
+def _row_after_row(rows: Tensor) -> bool:
+    """Whether a row's entries lie together, so that every segment begins where a row does: aligned, as strides are."""
+    return rows.stride(1) == 1 < rows.stride(0)
+
+
 def _whole_tiles(counts: Sequence[int]) -> bool:
-    """Whether segments may be summed over by torch's grouped product, whose operands then begin at aligned rows."""
-    return fits_offsets(counts) and all(count % 8 == 0 for count in counts)
+    """Whether segments begin at aligned rows also where a column's entries lie together."""
+    return all(count % 8 == 0 for count in counts)
 
 
 def fits_offsets(counts: Sequence[int]) -> bool:

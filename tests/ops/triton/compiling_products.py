@@ -46,6 +46,13 @@ def product_cases(dtype: torch.dtype, counts: list[int], width: int) -> Iterator
     )  # fmt: skip
 
 
+def other_numbers(segments: int) -> Iterator[tuple[str, Call]]:
+    """The same products of more segments, and so of more tiles."""
+    cases = dict(product_cases(torch.bfloat16, [300] * segments, WIDTH))
+    for name in ("gathered", "weight gathered"):
+        yield f"{name}, {segments} segments", cases[f"bfloat16 300 x {WIDTH}, {name}"]
+
+
 def main(wanted: list[str]) -> None:
     """The cases of these names."""
     cases = [
@@ -57,6 +64,7 @@ def main(wanted: list[str]) -> None:
         *product_cases(torch.float32, [300, 300], WIDTH),
         *product_cases(torch.bfloat16, [300, 300], 1),
         *product_cases(torch.bfloat16, [1], 33),
+        *other_numbers(16),
     ]
     report((name, call) for name, call in cases if not wanted or name in wanted)
 

@@ -14,7 +14,9 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[3]
-QUICK = ["top 100", "sampled 100", "bfloat16 300 x 2048, gathered", "bfloat16 300 x 2048, weight gathered"]
+FEW = ["bfloat16 300 x 2048, gathered", "bfloat16 300 x 2048, weight gathered"]
+MANY = ["gathered, 16 segments", "weight gathered, 16 segments"]
+QUICK = ["top 100", "sampled 100", *FEW, *MANY]
 
 
 def compiled(names: list[str], cache: Path) -> dict[str, dict[str, Any]]:
@@ -52,12 +54,16 @@ def test_kernels_compile(tmp_path: Path) -> None:
     cases = compiled(QUICK, tmp_path)
     assert list(cases) == QUICK
     check(cases)
+    for few, many in zip(
+        FEW, MANY, strict=True
+    ):  # routing changes from call to call: training would stop to compile
+        assert cases[few]["variant"] == cases[many]["variant"]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(420)
 def test_every_variant_compiles(tmp_path: Path) -> None:
     cases = compiled([], tmp_path)
-    assert len(cases) == 6 + 6 * 5
+    assert len(cases) == 6 + 6 * 5 + 2
     assert {one["kernel"] for one in cases.values()} == {"keep_top", "keep_sampled", "_rows", "_weights"}
     check(cases)

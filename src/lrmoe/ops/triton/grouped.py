@@ -6,7 +6,8 @@ Twins: `lrmoe.ops.grouped`. As many programs as the device's processors hold at 
     weight gradient           tiles are (segment, b, a); the sum runs over the segment's rows in order
 
 Sums are fp32, each by one program in one order: results repeat, and a row's does not depend on the rows beside it
-within tiles of one size. Rows after the last segment are neither read nor written.
+within tiles of one size. Rows after the last segment are neither read nor written. Nothing is compiled anew for another
+number of tiles or segments.
 
 Shape letters: N rows, S segments, A and B widths, P rows of a buffer that is read by index.
 """
@@ -131,7 +132,7 @@ def _wide(like: Tensor) -> bool:
     return like.dtype == torch.bfloat16 and interpreted()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _rows(
     rows_ptr: tl.tensor,
     index_ptr: tl.tensor,
@@ -187,7 +188,7 @@ def _rows(
         tl.store(to_ptr, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (column < b)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def _weights(
     grad_ptr: tl.tensor,
     grad_index_ptr: tl.tensor,
