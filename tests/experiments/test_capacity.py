@@ -23,9 +23,10 @@ from lrmoe.experiments.capacity.question import Question, question_calls, scale_
 from lrmoe.experiments.capacity.report import advice_lines, assumptions, memory_table
 from lrmoe.planning import Problem
 from lrmoe.planning.hardware import get_hardware
+from lrmoe.planning.model_config import shape_from_config
 from lrmoe.planning.model_memory import Training
 from lrmoe.planning.policies import FasterMoE
-from lrmoe.planning.shapes import get_shape, shape_from_config
+from lrmoe.planning.shapes import get_shape
 from lrmoe.sizes import parse_size
 
 GIB = 2**30

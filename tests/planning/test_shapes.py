@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from lrmoe.errors import PlanError
-from lrmoe.planning.shapes import SHAPES, Attention, ModelShape, get_shape, shape_from_config
+from lrmoe.planning.model_config import shape_from_config
+from lrmoe.planning.shapes import SHAPES, Attention, ModelShape, get_shape
 
 # Billions of parameters, in all and active per token, as the models' own pages state them.
 PUBLISHED = {

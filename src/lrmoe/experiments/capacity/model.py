@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.errors import ConfigError, PlanError, require_extra
+from lrmoe.planning.model_config import SIZE_NAMES, MissingSizeError, shape_from_config
 from lrmoe.planning.model_memory import OPTIMIZERS, Training
-from lrmoe.planning.shapes import (
-    SIZE_NAMES,
-    Attention,
-    MissingSizeError,
-    ModelShape,
-    get_shape,
-    shape_from_config,
-)
+from lrmoe.planning.shapes import Attention, ModelShape, get_shape
 from lrmoe.training.presets import PRESETS
 
 LOSS_TOKENS = 4096  # tokens whose logits are alive together
