@@ -20,6 +20,7 @@ import numpy as np
 from lrmoe.errors import InfeasibleError
 from lrmoe.planning.plan import LayerPlan
 from lrmoe.planning.problem import IntArray, Problem
+from lrmoe.planning.refusal import refusal
 
 Policy = Callable[[Problem], LayerPlan]
 Predict = Callable[[LayerPlan], tuple[IntArray, IntArray]]  # bytes (R,) of forward and of backward
@@ -27,7 +28,6 @@ Predict = Callable[[LayerPlan], tuple[IntArray, IntArray]]  # bytes (R,) of forw
 # Whether rows and activations are dropped after forward and made again, in the order tried.
 RECOMPUTES = {"auto": (False, True), "stash": (False,), "recompute": (True,)}
 _ANY_CHUNKS = 2**40  # the policy's own ladder must not refuse: this module chunks
-_MICRO_STEPS = 1000  # shares of a micro-batch that are told apart in the error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +79,7 @@ def fit(
         InfeasibleError: nothing fits; says which rank needs how much, what is available, the drop cap, the smallest
             budget that this function accepts and about the largest micro-batch.
     """
-    ladder = _Ladder(
+    ladder = Ladder(
         problem=problem,
         policy=policy,
         predict=predict,
@@ -95,8 +95,7 @@ def fit(
     ladder.variants = _variants(ladder, first.plan)
     found = ladder.climb() or ladder.scan()
     if found.need > budget:
-        smallest, least = _smallest(ladder, found)
-        raise InfeasibleError(f"{name}: {_explain(ladder, first, smallest, least)}", smallest=smallest)
+        raise refusal(ladder, first, found, name)
     return found
 
 
@@ -122,8 +121,14 @@ def fit_backward(plan: LayerPlan, predict: Predict, budget: int, *, name: str = 
 
 
 @dataclass(kw_only=True, eq=False)
-class _Ladder:
-    """One call's plans and their bytes. A refusal climbs it under many budgets: what was asked once is kept."""
+class Ladder:
+    """One call's plans and their bytes. A refusal climbs it under many budgets: what was asked once is kept.
+
+    Attributes:
+        problem, policy, predict, budget, adapts: as given to `fit`. recomputes: levels of what is saved.
+        priced: whether replicas are weighed by the bytes they save. variants: the plans that are chunked.
+        asked, predicted: what the policy planned and what the predictor said, by what they were asked.
+    """
 
     problem: Problem
     policy: Policy
@@ -138,6 +143,7 @@ class _Ladder:
 
     @property
     def limit(self) -> int:
+        """The budget."""
         assert self.budget is not None, "a ladder is climbed under a budget"
         return self.budget
 
@@ -205,9 +211,8 @@ class _Ladder:
         if best.need > self.limit:
             return None
         low, high, over, turn = self._rows(best.plan), self._rows(whole.plan), whole.need, 0
-        while (
-            high - low > 1
-        ):  # bytes grow about by a line in the rows a rank may hold; every third step bisects
+        # Bytes grow about by a line in the rows a rank may hold; every third step bisects.
+        while high - low > 1:
             share = (self.limit - best.need) / max(over - best.need, 1) if turn % 3 < 2 else 0.5
             rows = min(max(low + int(share * (high - low)), low + 1), high - 1)
             one = self.price(self.ask(rows, slots), saved, forward_chunks)
@@ -270,9 +275,8 @@ class _Ladder:
 
     def _floors(self) -> Iterator[Fitted]:
         most_chunks = self.problem.max_chunks
-        chunks = sorted(
-            {1, *range(max(most_chunks - 3, 1), most_chunks + 1)}
-        )  # bytes fall with them, nearly always
+        # Bytes fall with the chunks, nearly always.
+        chunks = sorted({1, *range(max(most_chunks - 3, 1), most_chunks + 1)})
         most = replace(self.problem, drop="always") if self._may_drop else self.problem
         plans = _variants(replace(self, problem=most), self.policy(most)) if self._may_drop else self.variants
         for plan in plans:
@@ -284,7 +288,7 @@ class _Ladder:
                     yield min(backward, key=lambda one: one.backward)
 
 
-def _variants(ladder: _Ladder, first: LayerPlan) -> list[LayerPlan]:
+def _variants(ladder: Ladder, first: LayerPlan) -> list[LayerPlan]:
     """The policy's plan; where it adapts, also one whose replicas are weighed by bytes, and one without any."""
     plans, problem = [first], ladder.problem
     if ladder.adapts and problem.slots:
@@ -294,80 +298,3 @@ def _variants(ladder: _Ladder, first: LayerPlan) -> list[LayerPlan]:
             plans.append(ladder.ask(problem.pairs, problem.slots))
         plans.append(ladder.policy(replace(problem, slots=0)))
     return plans
-
-
-def _smallest(ladder: _Ladder, least: Fitted) -> tuple[int, Fitted]:
-    """A budget that is accepted where one byte less is refused, and the call under it.
-
-    Args:
-        least: what the scan found, so that its need is accepted; a search may know how to need less.
-    """
-    accepted = least.need
-    while (found := replace(ladder, budget=accepted - 1).climb()) is not None:
-        again = replace(ladder, budget=found.need).climb()
-        if again is None:  # the search takes another path under its own result
-            return _between(ladder, found.need, accepted - 1, found)
-        accepted, least = found.need, again
-    return accepted, least
-
-
-def _between(ladder: _Ladder, refused: int, accepted: int, least: Fitted) -> tuple[int, Fitted]:
-    while accepted - refused > 1:
-        middle = (refused + accepted) // 2
-        one = replace(ladder, budget=middle).climb()
-        if one is None:
-            refused = middle
-        else:
-            accepted, least = middle, one
-    return accepted, least
-
-
-def _explain(ladder: _Ladder, first: Fitted, smallest: int, least: Fitted) -> str:
-    """The numbers a user needs: who lacks what, and what would do."""
-    problem, budget = ladder.problem, ladder.limit
-    need_R = np.maximum(least.forward_R, least.backward_R)
-    rank = int(np.argmax(need_R))
-    asked = int(max(first.forward_R[rank], first.backward_R[rank]))
-    fits = _micro_batch(ladder, least)
-    share = 100 * fits / max(problem.pairs, 1)
-    plan = least.plan
-    saved = "recomputed" if plan.recompute or plan.forward_chunks > 1 else "saved"
-    micro_batch = (
-        f"with {budget}, the largest micro-batch has about {fits} pairs ({share:.1f} % of this one)"
-        if fits
-        else f"with {budget} not even the smallest micro-batch fits"
-    )
-    return (
-        f"rank {rank} needs {asked} bytes as planned and {int(need_R[rank])} with every means "
-        f"({int(plan.replicas_R.sum())} replicas, {plan.forward_chunks} chunks in forward, {plan.backward_chunks} in "
-        f"backward, activations {saved}); {budget} ({_mib(budget)}) are available. Backward may leave out "
-        f"{problem.drop_cap} of {problem.pairs} pairs, forward none. For this call the smallest budget is {smallest} "
-        f"bytes ({_mib(smallest)}) a rank, for another routing it may be more; {micro_batch}"
-    )
-
-
-def _mib(size: int) -> str:
-    """Bytes for a reader."""
-    return f"{size / 2**20:.1f} MiB"
-
-
-def _micro_batch(ladder: _Ladder, least: Fitted) -> int:
-    """Pairs of the largest share of this call that would fit, run like the plan of least bytes."""
-    low, high, fits = 0, _MICRO_STEPS, 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        counts_RE = ladder.problem.counts_RE * middle // _MICRO_STEPS
-        slots = ladder.problem.slots if least.plan.replicas_R.any() else 0
-        plan = ladder.policy(replace(ladder.problem, counts_RE=counts_RE, slots=slots))
-        plan = replace(
-            plan,
-            forward_chunks=least.plan.forward_chunks,
-            backward_chunks=least.plan.backward_chunks,
-            recompute=least.plan.recompute,
-        )
-        forward_R, backward_R = ladder.predict(plan)
-        if max(int(forward_R.max()), int(backward_R.max())) <= ladder.limit:
-            low, fits = middle, plan.pairs
-        else:
-            high = middle
-    return fits
