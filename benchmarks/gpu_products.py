@@ -1,6 +1,7 @@
 """Times of the grouped products by each way to compute them, for `gpu_check.py`: what `ops.triton.rule` guesses at.
 
     torch             F.grouped_mm where it is exact, else a loop over segments
+    torch_new         the same into memory of its own, where torch saves a copy
     triton            the kernel of this package
     packed_torch      rows gathered first, then as torch
     triton_gathered   the kernel that reads rows by index
@@ -46,17 +47,19 @@ def _calls(case: Case, shape: Shape) -> dict[str, Call]:
     h.normal_()
     return {
         "forward.torch": partial(_plainly, ops.grouped_mm, rows, weight, counts, h),
+        "forward.torch_new": partial(_plainly, ops.grouped_mm, rows, weight, counts, None),
         "forward.triton": partial(grouped.grouped_mm, rows, up, counts, out=h),
         "forward.packed_torch": partial(_packed, source, token_N, rows, weight, counts, h),
         "forward.triton_gathered": partial(grouped.grouped_mm, source, up, counts, out=h, index_N=token_N),
         "input_grad.torch": partial(_plainly, ops.grouped_mm_input, h, weight, counts, dx),
         "input_grad.triton": partial(grouped.grouped_mm, h, weight, counts, out=dx),
         "weight_grad.torch": partial(_plainly, ops.grouped_mm_weight, h, rows, counts, dw),
+        "weight_grad.torch_new": partial(_plainly, ops.grouped_mm_weight, h, rows, counts, None),
         "weight_grad.triton": partial(grouped.grouped_mm_weight, h, rows, counts, out=dw),
     }
 
 
-def _plainly(product: Call, left: Tensor, right: Tensor, counts: list[int], out: Tensor) -> None:
+def _plainly(product: Call, left: Tensor, right: Tensor, counts: list[int], out: Tensor | None) -> None:
     with kernels.off():
         product(left, right, counts, out=out)
 

@@ -61,7 +61,7 @@ def grouped_mm_weight(
     rows_NA: Tensor,
     counts: Sequence[int],
     *,
-    out: Tensor,
+    out: Tensor | None = None,
     add: bool = False,
     index_N: Tensor | None = None,
 ) -> Tensor:
@@ -70,17 +70,23 @@ def grouped_mm_weight(
     With `add` the products are added to `out` instead, which may then be wider than the rows (fp32 over bf16).
     Row n is `rows[index[n]]` where an index is given, as `reads_by_index` must allow.
     """
-    way = _way(grad_NB, rows_NA, counts, out.shape[1:], sums_rows=True, gathered=index_N is not None)
-    if way == "triton":
-        found: Tensor = _kernels().grouped_mm_weight(
-            grad_NB, rows_NA, counts, out=out, add=add, index_N=index_N
-        )
-        return found
-    assert index_N is None, _NOT_BY_INDEX
+    assert out is not None or not add, "nothing to add to"
+    shape = (len(counts), grad_NB.shape[1], rows_NA.shape[1])
+    way = _way(grad_NB, rows_NA, counts, shape[1:], sums_rows=True, gathered=index_N is not None)
+    assert index_N is None or way == "triton", _NOT_BY_INDEX
     if way == "torch":
         found = _cuda_grouped(grad_NB.t(), rows_NA, counts)
         _zero_empty(found, counts)  # a kernel may leave them as they were
+        if out is None:
+            return found.contiguous()
         return out.add_(found) if add else out.copy_(found)
+    if out is None:
+        out = grad_NB.new_empty(shape)
+    if way == "triton":
+        by_kernel: Tensor = _kernels().grouped_mm_weight(
+            grad_NB, rows_NA, counts, out=out, add=add, index_N=index_N
+        )
+        return by_kernel
     for s, begin, end in _segments(counts):
         _weight_product(grad_NB[begin:end].t(), rows_NA[begin:end], out[s], add)
     if not add:

@@ -177,6 +177,16 @@ def test_a_product_of_torch_is_handed_on_where_no_destination_is_given(
     assert ops.grouped_mm(rows, weight, [1, 3]) is made, "no copy"
     assert ops.grouped_mm(rows, weight, [1, 3], out=out) is out
     assert torch.equal(out, made)
+    stack = normal(2, 4, 4, seed=3)
+    monkeypatch.setattr(ops.grouped, "_cuda_grouped", lambda *given: stack)
+    assert ops.grouped_mm_weight(made, made, [1, 3]) is stack, "no copy"
+
+
+@pytest.mark.parametrize("way", ["triton", "loop"])
+def test_a_weight_gradient_makes_its_own_destination(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.grouped, "_way", lambda *given, **named: way)
+    grad, rows = normal(40, 20), normal(40, 17, seed=1)
+    assert_close(ops.grouped_mm_weight(grad, rows, COUNTS), plain_weights(grad, rows, COUNTS))
 
 
 def test_on_a_cpu_rows_are_packed() -> None:
