@@ -1,0 +1,106 @@
+"""The layer as it works on a GPU: no operand lies elsewhere, and nothing waits that need not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lrmoe.layer import MoELayer, selection
+from lrmoe.ops import triton as kernels
+from tests.layer.harness import build, pruning
+from tests.layer.pretend import CUDA, Pretend, pretending
+from tests.reference import Case, make_case
+
+CASE = make_case(tokens=20, experts=4, top_k=2, hidden=16, width=16, seed=3, dtype=torch.float32)
+NAMES = ("hidden", "weights", "gate_up", "down")
+SMALL_COPY = ("copy to cuda", "learned.py:message")  # 16 bytes, which a driver takes along at once
+
+
+def step(layer: MoELayer, case: Case) -> list[Tensor]:
+    """One forward and backward: output and gradients."""
+    leaves = [getattr(case, name).detach().requires_grad_() for name in NAMES]
+    out = layer(leaves[0], case.ids, *leaves[1:], training=True)
+    grads = torch.autograd.grad(out, leaves, case.grad_out)
+    return [out.detach(), *grads]
+
+
+def moved(case: Case) -> Case:
+    """The same case where the mode says that it lies on a GPU."""
+    tensors: dict[str, Any] = {k: v.to(CUDA) for k, v in vars(case).items() if isinstance(v, Tensor)}
+    return dataclasses.replace(case, **tensors)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_drop": 0.0},
+        {"estimator": "sampled"},
+        {"estimator": "topk"},
+        {"score": "random", "estimator": "topk"},
+        {"score": "abs_grad"},
+        {"score": "alpha", "select_in": "forward"},
+        {"score": "alpha_phi", "select_in": "forward"},
+        {"router_grad": "full"},
+        {"activations": "recompute"},
+        {"observe": True},
+        {"check_every": 1},
+        {"layer_budget": 40_000},
+    ],
+    ids=str,
+)
+def test_a_step_is_that_of_a_cpu(fields: dict[str, Any]) -> None:
+    config = pruning(**{"max_drop": 0.5, **fields})
+    layer = build(CASE, config)
+    wanted = [step(layer, CASE) for _ in range(2)]
+    with pretending() as there, kernels.off():
+        case, layer = moved(CASE), build(CASE, config)
+        found = [step(layer, case) for _ in range(2)]
+        assert all(there.there(tensor) for tensor in found[1])
+        assert len(layer.telemetry.drain()) == 2
+    for ours, theirs in zip(found, wanted, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def waits_of_a_later_step(**fields: Any) -> set[tuple[str, str]]:
+    """What a step waits for beside the counts, once the first ones are over."""
+    with pretending() as there:
+        layer, case = build(CASE, pruning(**fields)), moved(CASE)
+        for _ in range(2):
+            step(layer, case)
+            there.waits.clear()
+        step(layer, case)
+        return set(there.waits) - {SMALL_COPY}
+
+
+def test_nothing_waits_but_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if not kernels.interpreted():
+        pytest.skip("tensors of the CPU, which the interpreter takes")
+    assert waits_of_a_later_step(max_drop=0.5) == set()
+    monkeypatch.setattr(selection, "SELECT_ROWS", 0)
+    found = waits_of_a_later_step(max_drop=0.5)
+    assert found == {("__bool__", "selection.py:_inclusion")}, "many rows are chosen from in rounds"
+
+
+def test_the_mode_notices() -> None:
+    with pretending() as there:
+        assert isinstance(there, Pretend)
+        far, near = torch.ones(3, device=CUDA), torch.ones(3)
+        assert (far + 1).is_cuda
+        assert not near.is_cuda
+        assert far[:2].device == CUDA == far.new_zeros(2).device
+        with pytest.raises(RuntimeError, match=r"tensors on a GPU and on the host \[\(3,\)\]"):
+            far + near
+        with pytest.raises(TypeError, match="numpy of a tensor on a GPU"):
+            far.numpy()
+        far.copy_(near, non_blocking=True)
+        assert not there.waits
+        far.sum().item()
+        far.cpu()
+        assert set(there.waits) == {("item", ""), ("copy to cpu", "")}
+        assert not far.cpu().is_cuda
