@@ -21,7 +21,6 @@ Expected duration on 2 cores: 12 to 18 minutes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import auto_times
+import command_line
 import numpy as np
 from auto_times import RECOMPUTE, STASH, Times
 from numpy.typing import NDArray
@@ -293,10 +293,7 @@ def show(found: Sequence[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json. Exit code 1 where auto is too far from the best fixed drop."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
     parser.add_argument("--workers", type=int, help="processes that train; default: one per core")
     args = parser.parse_args(argv)

@@ -20,13 +20,13 @@ Expected duration on 2 cores: 3 to 6 minutes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import command_line
 import torch
 import torch.distributed as dist
 from layer_data import Data
@@ -300,15 +300,11 @@ def show(settings: Sequence[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    for name, value in asdict(Case()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_kind(value), default=value)
+    command_line.add_sizes(parser, Case())
     args = parser.parse_args(argv)
-    sizes = {name: getattr(args, name) for name in asdict(Case())}
+    sizes = command_line.sizes_of(args, Case())
     settings = merged(run_workers("budget:sweep_all", args.ranks, (sizes, args.seed), time_limit_s=1800))
     ratio = max(run_workers("budget:profiled", args.ranks, (sizes, args.seed), time_limit_s=300))
     rows = figures(settings, ratio, {"case": sizes, "seed": args.seed})
@@ -318,10 +314,6 @@ def main(argv: list[str] | None = None) -> int:
     values = {row["name"]: row["value"] for row in rows}
     held = values["budget.exceeded"] == 0 and values["budget.prediction_error_max"] <= TOLERANCE
     return 0 if held else 1
-
-
-def _kind(value: object) -> Callable[[str], Any]:
-    return type(value)
 
 
 if __name__ == "__main__":

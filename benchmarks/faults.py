@@ -18,7 +18,6 @@ Expected duration on 2 cores: 3 to 8 minutes for 10 kills, 25 to 80 for 100.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import signal
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -206,10 +206,7 @@ def show(found: Found) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json. Exit code 1 where a target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=4, help="1, 2, 4 or 8")
     parser.add_argument("--seed", type=int, default=0)

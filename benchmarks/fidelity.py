@@ -16,7 +16,6 @@ Expected duration on 2 cores: 1 to 3 minutes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import command_line
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -176,10 +176,7 @@ def show(cases: Sequence[Kept]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calls", type=int, default=400)
     args = parser.parse_args(argv)

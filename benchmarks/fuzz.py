@@ -20,7 +20,6 @@ Expected duration on 2 cores: 1 to 3 minutes for 1,000 calls, 10 to 30 for 10,00
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
@@ -30,6 +29,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import command_line
 import torch
 from fuzz_calls import FuzzCall
 from fuzz_draws import calls
@@ -158,10 +158,7 @@ def over_ranks(ranks: int, number: int, random_seed: int) -> tuple[int, dict[str
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calls", type=int, default=1_000, help="how many calls to make (default 1000)")
     parser.add_argument(

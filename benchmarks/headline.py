@@ -18,7 +18,6 @@ Expected duration on 2 quiet cores: 85 to 90 minutes; --quick 4 to 6.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -27,6 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_line
 from rich.console import Console
 from rich.table import Table
 
@@ -68,11 +68,8 @@ def _cell(line: dict[str, Any] | None) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json. Exit code 1 where something failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one model, aux loss 0, one seed, four systems")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
     parser.add_argument("--overwrite", action="store_true", help="forget what is there and start anew")
     parser.add_argument("--folder", type=Path, help="instead of runs/headline or runs/headline-quick")
     parser.add_argument("--workers", type=int, help="processes that train; default: one per core")

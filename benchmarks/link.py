@@ -18,7 +18,6 @@ Needs root and iproute2; without them it says so and prints nothing. Expected du
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -28,6 +27,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 from host_pair import BITS, Host, host_pair, leave, limit, rank_of_pair, rank_options, run_pair, why_not
 from layer_variants import Case
 from link_rank import FIXED, OURS, ULTRAEP, Lane, Timed, Work, play, timed_of
@@ -163,10 +163,7 @@ def show(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -16,7 +16,6 @@ Expected duration on 2 cores: 2 to 4 minutes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import command_line
 from host_pair import (
     RANKS,
     ROOT,
@@ -131,10 +131,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument(
         "--run", type=Path, default=ROOT / "runs" / "headline", help="folder with trajectories"
     )

@@ -20,7 +20,6 @@ minutes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -34,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -247,16 +247,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json. Exit code 1: a path of this package gained more than it may."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="size of the process group")
     parser.add_argument("--paths", nargs="+", choices=(*PATHS, *WRITTEN), default=[*PATHS, *WRITTEN])
-    for name, value in asdict(Case()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    command_line.add_sizes(parser, Case())
     args = parser.parse_args(argv)
-    case = Case(**{name: getattr(args, name) for name in asdict(Case())})
+    case = Case(**command_line.sizes_of(args, Case()))
     with tempfile.TemporaryDirectory(prefix="lrmoe-load-") as root:
         run_workers("load_memory:write_folders", 1, (asdict(case), root), time_limit_s=LIMIT_S)
         rows = [row for path in args.paths for row in figures(path, case, args.ranks, Path(root))]

@@ -10,13 +10,13 @@ Names: ops.<op>.<fp32|bf16>.over_plain: median of per-round ratios, below 1 is f
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 from collections.abc import Callable
 from itertools import accumulate
 
+import command_line
 import torch
 import torch.nn.functional as F
 from layer_variants import DTYPES, Case, make_data
@@ -105,10 +105,7 @@ def cases(case: Case, dtype: torch.dtype, seed: int) -> dict[str, tuple[Run, Run
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)

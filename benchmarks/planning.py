@@ -13,7 +13,6 @@ R256E512 ms < 12; R1024E1024 ms < 60; peak <= 1.005; backward_peak_drop0.2 <= 0.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import command_line
 from rich.console import Console
 from rich.table import Table
 
@@ -108,10 +108,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--ranks", type=int, action="append", help="only these sizes; default: all")
     args = parser.parse_args(argv)

@@ -16,7 +16,6 @@ Expected duration on 2 cores: 2 to 5 minutes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import command_line
 from rich.console import Console
 from rich.table import Table
 
@@ -114,10 +114,7 @@ def passed(cases: Sequence[Case]) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument(
         "--ranks",
         type=int,

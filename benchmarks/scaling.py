@@ -20,7 +20,6 @@ Exit code 1: something grows faster. Expected duration on 2 cores: 1 to 3 minute
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -31,6 +30,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
+import command_line
 import torch
 from layer_variants import Case, make_data, ours
 from rich.console import Console
@@ -175,10 +175,7 @@ def show(row: Mapping[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vary", choices=tuple(SIZES), action="append", help="default: all")

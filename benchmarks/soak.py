@@ -17,7 +17,6 @@ Expected duration on 2 cores: 1 to 2 minutes for 300 steps, 5 to 10 for 2000.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -199,10 +199,7 @@ def limit(row: dict[str, Any]) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json. Exit code 1 where a target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=RANKS, help="1, 2, 4, 8 or 16")
     parser.add_argument("--seed", type=int, default=0)

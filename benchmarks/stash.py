@@ -18,15 +18,15 @@ The first is at most 0.72 at a drop of 0.3. Expected duration on 2 cores: 1 to 2
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import command_line
 import torch
 import torch.distributed as dist
 from layer_data import Data
@@ -190,17 +190,13 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=7, help="timed calls of either way")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="sizes of the process group")
-    for name, value in asdict(Case()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_kind(value), default=value)
+    command_line.add_sizes(parser, Case())
     args = parser.parse_args(argv)
-    sizes = {name: getattr(args, name) for name in asdict(Case())}
+    sizes = command_line.sizes_of(args, Case())
     rows = []
     for ranks in args.ranks:
         found = run_workers("stash:measure", ranks, (sizes, ranks, args.rounds, args.seed), time_limit_s=300)
@@ -211,10 +207,6 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         print(json.dumps(row) if args.json else f"{row['name']:52} {row['value']}")
     return 0 if max(row["value"] for row in rows[::4]) <= BOUND or args.max_drop != Case().max_drop else 1
-
-
-def _kind(value: object) -> Callable[[str], Any]:
-    return type(value)
 
 
 if __name__ == "__main__":

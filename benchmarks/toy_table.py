@@ -14,12 +14,12 @@ Names: toy.R<R>z<z>.<system>.peak. Exit code 1 where a peak is off by more than 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import command_line
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -121,10 +121,7 @@ def local_share(plan: LayerPlan) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Plan, compare, print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     args = parser.parse_args(argv)
     table = Table(title="peak (foreign instances; local share) | earlier implementation")
     table.add_column("system")

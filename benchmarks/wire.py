@@ -18,7 +18,6 @@ Expected duration on 2 cores: 2 to 3 minutes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import command_line
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -205,15 +205,11 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run and print; JSON lines on stdout with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines on stdout")
+    parser = command_line.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    for name, value in asdict(Case()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    command_line.add_sizes(parser, Case())
     args = parser.parse_args(argv)
-    case = Case(**{name: getattr(args, name) for name in asdict(Case())})
+    case = Case(**command_line.sizes_of(args, Case()))
     rows = [bench(case, name, fields, args.seed) for name, fields in layouts().items()]
     show(rows)
     if args.json:

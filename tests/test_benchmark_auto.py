@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +12,12 @@ import numpy as np
 import pytest
 
 from lrmoe.experiments.trajectories.trajectory import Trajectory
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from tests import benchmark
 
 
 @pytest.fixture
-def auto(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("auto")
+def auto() -> ModuleType:
+    return benchmark.load("auto")
 
 
 @pytest.fixture

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from tests import benchmark
 
 
 @pytest.mark.distributed
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_only_the_unbiased_rule_averages_out() -> None:
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "unbiased.py"), "--json", "--batches", "6", "--warm-steps", "2"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=True,
-    )
-    found = {row["name"]: row["value"] for row in map(json.loads, run.stdout.splitlines())}
+    ran = benchmark.run("unbiased", "--batches", "6", "--warm-steps", "2", limit_s=280)
+    assert ran.code == 0, ran.said
+    found = ran.values
     rules = [
         f"unbiased.{estimator}.drop{drop}" for estimator in ("sampled", "topk") for drop in ("0.3", "0.5")
     ]
@@ -40,13 +30,7 @@ def test_only_the_unbiased_rule_averages_out() -> None:
 
 @pytest.fixture
 def fidelity() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_fidelity", BENCHMARKS / "fidelity.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark.load("fidelity")
 
 
 def test_the_limit_holds_and_is_used_while_data_drift(fidelity: ModuleType) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,24 +11,17 @@ import pytest
 import torch
 
 from lrmoe.checkpoint import Content, save
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import faults
-
-    return faults
+from tests import benchmark
 
 
 @pytest.fixture
-def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import soak
+def faults() -> ModuleType:
+    return benchmark.load("faults")
 
-    return soak
+
+@pytest.fixture
+def soak() -> ModuleType:
+    return benchmark.load("soak")
 
 
 def place(faults: ModuleType, work: Path, name: str, *tensors: torch.Tensor) -> Any:
@@ -77,31 +68,21 @@ def test_growth_is_seen(soak: ModuleType) -> None:
         assert soak.windows(samples(more), "open_files") == (5.0, 5.0 + more)
 
 
-def bench(name: str, *arguments: str) -> tuple[int, dict[str, float]]:
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), "--json", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    return run.returncode, {row["name"]: row["value"] for row in map(json.loads, run.stdout.splitlines())}
-
-
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of processes")
 def test_a_killed_run_ends_at_the_same_weights() -> None:
-    code, found = bench("faults.py", "--kills", "2", "--ranks", "2")
+    ran = benchmark.run("faults", "--kills", "2", "--ranks", "2", limit_s=280)
+    found = ran.values
     assert found.pop("faults.kills") == 2
     assert set(found.values()) == {0}
-    assert code == 0
+    assert ran.code == 0, ran.said
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_memory_is_flat() -> None:
-    code, found = bench("soak.py", "--steps", "240", "--ranks", "1")
-    assert found["soak.steps"] == 240
-    assert len(found) == 6
-    assert code == 0
+    ran = benchmark.run("soak", "--steps", "240", "--ranks", "1", limit_s=280)
+    assert ran.values["soak.steps"] == 240
+    assert len(ran.values) == 6
+    assert ran.code == 0, ran.said

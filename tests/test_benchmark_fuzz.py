@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import pickle
-import sys
 import time
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,17 +15,14 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from lrmoe.layer import backward, experts
+from tests import benchmark
 from tests.distributed.pool import Pool
 from tests.forked import forked_workers
-
-BENCHMARKS = str(Path(__file__).resolve().parents[1] / "benchmarks")
 
 
 @pytest.fixture(scope="module")
 def fuzz() -> ModuleType:
-    if BENCHMARKS not in sys.path:
-        sys.path.append(BENCHMARKS)  # its scripts find each other there
-    return importlib.import_module("fuzz")
+    return benchmark.load("fuzz")
 
 
 def test_a_hundred_calls_end_in_the_right_answer_or_a_documented_error(
@@ -123,14 +117,14 @@ def test_a_call_that_hangs_is_a_failure(fuzz: ModuleType) -> None:
 
 @pytest.fixture
 def ranks(fuzz: ModuleType) -> ModuleType:
-    return importlib.import_module("fuzz_ranks")
+    return benchmark.load("fuzz_ranks")
 
 
 def spread(fuzz: ModuleType, **changes: Any) -> Any:
     """A call over two ranks that prunes, the second rank with most tokens."""
     config = {"max_drop": 0.5, "warmup_steps": 0, **changes.pop("config", {})}
     call = fuzz.FuzzCall(tokens=17, experts=4, top_k=2, hidden=5, width=4, config=tuple(config.items()))
-    return importlib.import_module("fuzz_calls").RanksCall(call=call, sizes=(3, 14), **changes)
+    return benchmark.load("fuzz_calls").RanksCall(call=call, sizes=(3, 14), **changes)
 
 
 def answers(pool: Pool, drawn: Any) -> list[Any]:
@@ -139,11 +133,8 @@ def answers(pool: Pool, drawn: Any) -> list[Any]:
 
 def answer_on_a_rank(drawn: bytes) -> Any:
     """Worker: one that started before the benchmarks were found knows their classes only once it looks there, too."""
-    if BENCHMARKS not in sys.path:
-        sys.path.append(BENCHMARKS)
-    return importlib.import_module("fuzz_ranks").answer(
-        pickle.loads(drawn), dist.get_rank(), dist.group.WORLD
-    )
+    ranks = benchmark.load("fuzz_ranks")
+    return ranks.answer(pickle.loads(drawn), dist.get_rank(), dist.group.WORLD)
 
 
 @pytest.mark.distributed

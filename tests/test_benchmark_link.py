@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from tests import benchmark
 
 
 @pytest.fixture(scope="module")
 def link() -> ModuleType:
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))  # its scripts find each other there
-    return importlib.import_module("link")
+    return benchmark.load("link")
 
 
 def timed(link: ModuleType, lane: str, wall_ms: float, **changes: Any) -> Any:
@@ -111,13 +106,10 @@ def test_every_system_runs_over_the_link(link: ModuleType) -> None:
     if reason is not None:
         pytest.skip(reason)
     small = ["--rounds", "1", "--draws", "1", "--tokens", "64", "--rate", "1e8", "--budget", "64MiB"]
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "link.py"), "--json", *small],
-        capture_output=True, text=True, timeout=280, check=True,
-    )  # fmt: skip
-    rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(rows) == 5
-    lanes = rows[0]["context"]["lanes"]
+    ran = benchmark.run("link", *small, limit_s=280)
+    assert ran.code == 0, ran.said
+    assert len(ran.figures) == 5
+    lanes = next(iter(ran.figures.values()))["context"]["lanes"]
     assert lanes["drop0.5"]["backward_peak"] < lanes["drop0.2"]["backward_peak"] < 0.9
     assert lanes["ultraep"]["replicas"] == 1
     assert lanes["megatron"]["replicas"] == 0

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests import benchmark
 from tests.experiments.staged import call
-
-BENCHMARKS = str(Path(__file__).resolve().parents[1] / "benchmarks")
 
 
 @pytest.fixture(scope="module")
 def link_wall() -> ModuleType:
-    if BENCHMARKS not in sys.path:
-        sys.path.append(BENCHMARKS)  # its scripts find each other there
-    return importlib.import_module("link_wall")
+    return benchmark.load("link_wall")
 
 
 def test_figures_are_mean_wall_times_and_their_ratios(link_wall: ModuleType) -> None:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-RESHARD = Path(__file__).resolve().parents[1] / "benchmarks" / "reshard.py"
+from tests import benchmark
 
 
 @pytest.fixture(scope="module")
 def reshard() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_reshard", RESHARD)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark.load("reshard")
 
 
 def case(module: Any, after: tuple[int, str], worst: float) -> Any:
@@ -48,15 +37,10 @@ def test_what_fails_it(reshard: ModuleType, same: float, other: float, fine: boo
 @pytest.mark.long
 @pytest.mark.distributed
 def test_a_small_matrix() -> None:
-    run = subprocess.run(
-        [sys.executable, str(RESHARD), "--json", "--ranks", "1", "2"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-    )
-    found = {row["name"]: row["value"] for row in map(json.loads, run.stdout.splitlines())}
+    ran = benchmark.run("reshard", "--ranks", "1", "2", limit_s=110)
+    assert ran.code == 0, ran.said
+    found = ran.values
     assert found["reshard.cases"] == 16
     assert found["reshard.bitwise_same_layout"] == 1
     assert 0 < found["reshard.worst_relative_difference"] <= 1e-10
-    assert "saved in" in run.stderr
+    assert "saved in" in ran.said

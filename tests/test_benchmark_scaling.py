@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = str(Path(__file__).resolve().parents[1] / "benchmarks")
+from tests import benchmark
+
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @pytest.fixture(scope="module")
 def scaling() -> ModuleType:
-    if BENCHMARKS not in sys.path:
-        sys.path.append(BENCHMARKS)  # its scripts find each other there
-    return importlib.import_module("scaling")
+    return benchmark.load("scaling")
 
 
 def test_exponents_are_slopes_in_logarithms(scaling: ModuleType) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,19 +10,12 @@ import numpy as np
 import pytest
 
 from lrmoe.planning import LayerPlan, Problem, Topology
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from tests import benchmark
 
 
 @pytest.fixture(scope="module")
 def wire() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wire", BENCHMARKS / "wire.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark.load("wire")
 
 
 def plan_of(wire: ModuleType, name: str, ranks: int, experts: int) -> LayerPlan:
@@ -65,7 +55,6 @@ def test_an_even_spread_halves_every_source_and_keep_local_keeps_what_is_at_home
 def test_a_small_run_prints_every_figure_with_lean_bytes_below_those_of_one_row_per_pair(
     wire: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))  # where the workers find it
     layouts = {name: fields for name, fields in wire.layouts().items() if name in ("", "token_choice.")}
     monkeypatch.setattr(wire, "layouts", lambda: layouts)
     sizes = "--ranks 2 --experts 8 --top-k 4 --hidden 256 --width 8 --tokens 40"

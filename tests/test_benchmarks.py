@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from tests import benchmark
 
 
 @pytest.fixture(scope="module")
 def layer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_layer", BENCHMARKS / "layer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))  # its scripts find each other there
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark.load("layer")
 
 
 def test_progress_names_dtype_rounds_and_variants_on_stderr(
@@ -104,13 +92,9 @@ def test_the_spread_is_the_distance_of_the_quartiles_over_the_median(layer: Modu
 
 @pytest.mark.long
 def test_the_op_benchmark_names_every_op_in_both_dtypes() -> None:
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "ops.py"), "--json", "--rounds", "1", "--threads", "1"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-    )
-    names = [json.loads(line)["name"] for line in run.stdout.splitlines()]
+    ran = benchmark.run("ops", "--rounds", "1", "--threads", "1", limit_s=110)
+    assert ran.code == 0, ran.said
     ops = "grouped_mm grouped_mm_input grouped_mm_weight gated_activation gated_activation_backward gather_rows combine"
-    assert names == [f"ops.{op}.{dtype}.over_plain" for dtype in ("fp32", "bf16") for op in ops.split()]
+    assert list(ran.figures) == [
+        f"ops.{op}.{dtype}.over_plain" for dtype in ("fp32", "bf16") for op in ops.split()
+    ]

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests import benchmark
 
 NEEDS_CUDA = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs CUDA: run there by benchmarks/gpu_check.py"
 )
-_BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 
 
 def check_on_device(case: str) -> None:
     """Run the check of a case on the GPU; fails where it does."""
-    if _BENCHMARKS not in sys.path:
-        sys.path.append(_BENCHMARKS)  # its scripts find each other there
-    cases, reports = (importlib.import_module(name) for name in ("gpu_cases", "gpu_report"))
+    cases, reports = (benchmark.load(name) for name in ("gpu_cases", "gpu_report"))
     device = torch.device("cuda")
     report = reports.Report(seed=0, device=device)
     cases.CASES[case](report, device, 0)

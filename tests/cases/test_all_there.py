@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import benchmark
 
 FOLDER = Path(__file__).parent
 CASES = [f"U{number:02}" for number in range(1, 36)]
@@ -37,7 +37,4 @@ def test_no_file_is_of_a_case_that_is_not() -> None:
 
 
 def test_cases_that_need_a_device_are_checked_there() -> None:
-    benchmarks = str(FOLDER.parents[1] / "benchmarks")
-    if benchmarks not in sys.path:
-        sys.path.append(benchmarks)  # its scripts find each other there
-    assert tuple(importlib.import_module("gpu_cases").CASES) == ON_DEVICE
+    assert tuple(benchmark.load("gpu_cases").CASES) == ON_DEVICE

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from lrmoe.planning.policies import Symi, UltraEP
-
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "toy_table.py"
+from tests import benchmark
 
 
 @pytest.fixture(scope="module")
-def toy() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("toy_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["toy_table"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["toy_table"]
+def toy() -> ModuleType:
+    return benchmark.load("toy_table")
 
 
 @pytest.mark.parametrize("case", [0, 1], ids=["z0.8", "z1.2"])
