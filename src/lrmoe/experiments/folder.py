@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lrmoe.errors import ConfigError
+from lrmoe.experiments.writing import json_text
+from lrmoe.report import html
+from lrmoe.report.data import Run
+from lrmoe.report.load import load_run
 from lrmoe.training.kinds import check_kind, kind_of
 
 # of any run: train and compare write all but the last, which belongs to `lrmoe plan`
@@ -51,12 +56,30 @@ def check_free(
     )
 
 
-def clear(folder: Path) -> None:
+def _clear(folder: Path) -> None:
     """Make the folder and remove what an earlier run left there."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (*RESULTS, "config.toml"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+
+
+def put(summary: Mapping[str, Any], folder: Path) -> tuple[Run, Path]:
+    """Write a run's summary and page, in the place of what an earlier run left there.
+
+    Returns:
+        The run as a report reads it, and the page.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        _clear(folder)
+        (folder / "summary.json").write_text(json_text(summary), encoding="utf-8")
+        run = load_run(folder)
+        return run, html.write([run], folder / "report.html")
+    except OSError as error:
+        raise ConfigError(f"name={folder.name!r}: cannot write to {folder}: {error}") from error
 
 
 def _has_content(path: Path) -> bool:

@@ -10,14 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
-from lrmoe.errors import ConfigError
-from lrmoe.experiments.folder import check_free, clear
+from lrmoe.experiments.folder import check_free, put
 from lrmoe.experiments.replay_question import check_memory, make_question
 from lrmoe.experiments.simulation import keep_trace, named_folder
 from lrmoe.experiments.terminal import progress_bar, say
 from lrmoe.report import html
 from lrmoe.report import replay as page
-from lrmoe.report.load import load_run
 from lrmoe.simulate.replay import HALF, OURS, replay
 from lrmoe.simulate.replay_summary import summarise
 from lrmoe.simulate.scenario import SYSTEMS
@@ -104,15 +102,7 @@ def run_replay(
 
 
 def _show(summary: Mapping[str, Any], folder: Path, console: Console, as_json: bool) -> int:
-    try:
-        clear(folder)
-        (folder / "summary.json").write_text(
-            json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
-        run = load_run(folder)
-        written = html.write([run], folder / "report.html")
-    except OSError as error:
-        raise ConfigError(f"name={folder.name!r}: cannot write to {folder}: {error}") from error
+    run, written = put(summary, folder)
     if as_json:
         for line in figures(summary):
             print(json.dumps(line, allow_nan=False))

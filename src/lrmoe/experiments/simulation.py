@@ -12,10 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from lrmoe.errors import ConfigError
-from lrmoe.experiments.folder import check_free, clear
+from lrmoe.experiments.folder import check_free, put
 from lrmoe.experiments.terminal import progress_bar, say
 from lrmoe.report import html, simulation
-from lrmoe.report.load import load_run
 from lrmoe.simulate.published import SEEDS, published_settings, run_published
 from lrmoe.simulate.run import Settings, run
 from lrmoe.simulate.scenario import SYSTEMS, Allowance
@@ -225,15 +224,7 @@ def keep_trace(trace: Path | None, folder: Path) -> None:
 
 
 def _show(summary: Mapping[str, Any], folder: Path, console: Console, as_json: bool) -> int:
-    try:
-        clear(folder)
-        (folder / "summary.json").write_text(
-            json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
-        loaded = load_run(folder)
-        page = html.write([loaded], folder / "report.html")
-    except OSError as error:
-        raise ConfigError(f"name={folder.name!r}: cannot write to {folder}: {error}") from error
+    loaded, page = put(summary, folder)
     if as_json:
         for line in figures(summary):
             print(json.dumps(line, allow_nan=False))

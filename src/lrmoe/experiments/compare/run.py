@@ -8,7 +8,6 @@ parent: summary.json
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from lrmoe.experiments.compare.cost import LINK_RULE, link_speed
 from lrmoe.experiments.compare.lane import Lane
 from lrmoe.experiments.compare.live import Place, Progress
 from lrmoe.experiments.compare.racers import Racer, lanes_of, make_racers, turns
+from lrmoe.experiments.writing import json_text
 from lrmoe.report.data import BASELINE
 from lrmoe.telemetry.figures import environment, finite
 from lrmoe.training.data import Corpus
@@ -58,9 +58,7 @@ def compare(experiment: Experiment, *, overwrite: bool = False, place: Place | N
         0
     ]
     summary = {**_header(experiment), **found, "total_s": time.monotonic() - begin}
-    (experiment.folder / SUMMARY).write_text(
-        json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-    )
+    (experiment.folder / SUMMARY).write_text(json_text(summary), encoding="utf-8")
     return summary
 
 
