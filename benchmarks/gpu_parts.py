@@ -31,8 +31,8 @@ SMALL = Shape(tokens=192, hidden=64, width=48, experts=8, top_k=2, repeats=1)
 CHECK = Shape(tokens=2048, hidden=512, width=384, experts=32, top_k=8, repeats=1)
 LARGE = 4096  # tokens of a check at a model's own sizes: float64 copies of its experts have to fit as well
 Part = Callable[[Report, torch.device, int], None]
-# Seconds that a part is given on CUDA before it is taken to hang, or is not begun where fewer are left; guesses with
-# room, since nothing has been timed: most of a part's first seconds are compilation and loading of kernels.
+# Seconds that a part is given on CUDA before it is taken to hang; where a third of them is not left it is not begun.
+# Guesses with room, since nothing has been timed: a part's first seconds are compilation and loading of kernels.
 USUAL_S = 45.0
 SECONDS: Mapping[str, float] = MappingProxyType({"check": 60.0, "times": 75.0, "replay": 75.0})
 
@@ -98,7 +98,7 @@ def run_parts(
     """
     known = parts(device)
     for name in names:
-        if until is not None and time.time() + allowed_s(name) > until:
+        if until is not None and time.time() + allowed_s(name) / 3 > until:
             report.left_out(f"{name}: too little time left")
             report.note("end", name)
             continue
