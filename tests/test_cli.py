@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from lrmoe.experiments.compare.config import CompareConfig
 from lrmoe.experiments.compare.presets import PRESETS
 from lrmoe.experiments.systems.registry import SYSTEMS
 from lrmoe.training.config import TrainConfig
+from tests.command import Run, in_process
 from tests.training.tiny import SHAPE, tiny_config
 
 COMMANDS = (
@@ -45,28 +45,10 @@ COMMANDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Call the entry point in this process."""
-
-    def call(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["lrmoe", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return Done(code=stopped.value.code or 0, out=out, err=err)  # type: ignore[arg-type]
-
-    return call
+    return in_process(monkeypatch, capsys)
 
 
 def raising(error: Exception) -> Callable[..., None]:

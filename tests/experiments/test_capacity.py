@@ -6,15 +6,12 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lrmoe import cli
 from lrmoe.errors import ConfigError
 from lrmoe.experiments.capacity.advice import advise, tried
 from lrmoe.experiments.capacity.answer import largest_micro_batch, solve
@@ -28,6 +25,7 @@ from lrmoe.planning.model_memory import Training
 from lrmoe.planning.policies import FasterMoE
 from lrmoe.planning.shapes import get_shape
 from lrmoe.sizes import parse_size
+from tests.command import Run, in_process
 
 GIB = 2**30
 QWEN = get_shape("qwen3-30b-a3b")
@@ -392,29 +390,11 @@ class TestModels:
             parse_size("budget", text, 1000)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """Call `lrmoe plan` in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["lrmoe", "plan", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return Done(code=stopped.value.code or 0, out=out, err=err)  # type: ignore[arg-type]
-
-    return call
+    return in_process(monkeypatch, capsys, "plan")
 
 
 def test_the_documented_example_is_what_the_command_prints() -> None:
