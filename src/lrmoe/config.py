@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lrmoe.errors import ConfigError
+from lrmoe.errors import ConfigError, did_you_mean
 from lrmoe.sizes import check_size
 
 POLICIES = (
@@ -239,11 +238,8 @@ class LRMoEConfig:
         names = [f.name for f in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(
-                    f"{name}: no such field of LRMoEConfig{hint} Valid fields: {', '.join(names)}"
-                )
+                hint = did_you_mean(str(name), names)
+                raise ConfigError(f"{name}: no such field of LRMoEConfig{hint}; valid: {', '.join(names)}")
         return cls(**values)
 
     def _check_types(self) -> None:
