@@ -6,7 +6,6 @@ Times are the slowest rank's of each phase, bytes those of the fullest rank by t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -22,7 +21,6 @@ from lrmoe.simulate.replay import HALF, OURS, Question, replay
 from lrmoe.simulate.replay_calls import published_call
 from lrmoe.simulate.replay_summary import summarise
 from lrmoe.simulate.scenario import Allowance, Layer, make_system
-from lrmoe.simulate.summary import BASELINE
 
 SYSTEMS = ("megatron", "symi", "ultraep", OURS)
 NVLINK = 450e9  # bytes per second and direction of an H100 or H200
@@ -51,10 +49,6 @@ def time_replay(report: Report, model: str, device: torch.device, seed: int) -> 
         repeats=3 if cuda else 1,
         link_bytes_per_s=NVLINK,
     )
-    if (
-        cuda
-    ):  # kernels are compiled and loaded where they first run: once unheard, in the order of the real one
-        replay(replace(asked, systems=(BASELINE, OURS), repeats=1))
     systems = summarise(asked, replay(asked))["systems"]
     for name, found in systems.items():
         for quantity in (*_TIMES, *_BYTES):

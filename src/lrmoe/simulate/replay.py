@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -30,10 +30,11 @@ from lrmoe.simulate.cluster import Calls, plans
 from lrmoe.simulate.measure import extra_slots
 from lrmoe.simulate.replay_data import Data, Source, make_data
 from lrmoe.simulate.replay_memory import Held, allocations
+from lrmoe.simulate.replay_progress import Progress, Told
 from lrmoe.simulate.replay_rank import Rank
 from lrmoe.simulate.replay_routes import Backward, Wire, order_by_expert, reroute, sending_order
 from lrmoe.simulate.replay_select import home_parts, select
-from lrmoe.simulate.replay_times import Times
+from lrmoe.simulate.replay_times import Times, warm_ups
 from lrmoe.simulate.scenario import Allowance, Layer, make_system
 from lrmoe.simulate.summary import BASELINE
 
@@ -42,7 +43,6 @@ HALF = "drop0.5"  # lrmoe at that drop, beside the others
 _MERGING = threading.Lock()  # of what the ranks that run at the same time add to
 ACTIVATIONS = ("recompute", "stash")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +138,13 @@ def replay(question: Question, progress: Progress | None = None) -> list[Lane]:
         question.calls.counts[-1], question.layer.shape, question.layer.top_k, dtype=DTYPES[question.dtype],
         device=device, seed=question.config.seed,
     )  # fmt: skip
-    told = _Told(progress, question)
+    told = Told(progress, question.topology.ranks, [_repeats(question, name) for name in _names(question)])
     with torch.no_grad(), _one_thread_each(device):
         order_R = [order_by_expert(s.ids_TK, data.counts_RE.shape[1], int(n)) for s, n in _sources(data)]
         norm_R = _norms(data, question, order_R, told)
         lanes = [_lane(data, question, planned, order_R, norm_R, told) for planned in _plans(question)]
+        if warm_ups(device):
+            _each_rank(question, partial(_run_unheard, data, lanes), ranks=1)
         _each_rank(question, partial(_take_turns, data, lanes, told))
     return lanes
 
@@ -152,7 +154,7 @@ def _sources(data: Data) -> Iterator[tuple[Source, int]]:
     return zip(data.sources, data.counts_RE.sum(axis=1).tolist(), strict=True)
 
 
-def _take_turns(data: Data, lanes: Sequence[Lane], told: _Told, rank: int) -> None:
+def _take_turns(data: Data, lanes: Sequence[Lane], told: Told, rank: int) -> None:
     for repeat in range(max(lane.repeats for lane in lanes)):
         for lane in lanes:
             if repeat < lane.repeats:
@@ -160,15 +162,21 @@ def _take_turns(data: Data, lanes: Sequence[Lane], told: _Told, rank: int) -> No
                 _run_rank(data, lane, rank, first=repeat == 0)
 
 
-def _each_rank(question: Question, work: Callable[[int], None]) -> None:
-    """Do the work of every rank, `workers` ranks at a time, each in a thread of its own."""
+def _run_unheard(data: Data, lanes: Sequence[Lane], rank: int) -> None:
+    """One run of every system that leaves nothing behind."""
+    for lane in lanes:
+        _run_rank(data, replace(lane, times=Times(data.device), most={}, parts={}), rank, first=False)
+
+
+def _each_rank(question: Question, work: Callable[[int], None], ranks: int | None = None) -> None:
+    """Do the work of every rank (or the first `ranks`), `workers` ranks at a time, each in a thread of its own."""
 
     def one(rank: int) -> None:
         with torch.no_grad(), scratch.fresh():  # belong to a thread
             work(rank)
 
     with ThreadPoolExecutor(question.workers) as pool:
-        for done in [pool.submit(one, rank) for rank in range(question.topology.ranks)]:
+        for done in [pool.submit(one, rank) for rank in range(ranks or question.topology.ranks)]:
             done.result()
 
 
@@ -182,6 +190,16 @@ def _one_thread_each(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _names(question: Question) -> list[str]:
+    """Of every lane."""
+    return [*question.systems, *([HALF] if OURS in question.systems else [])]
+
+
+def _repeats(question: Question, name: str) -> int:
+    """Timed runs of a lane."""
+    return question.repeats if name in (BASELINE, OURS) else 1
 
 
 def _plans(question: Question) -> list[tuple[str, LayerPlan, float]]:
@@ -203,7 +221,7 @@ def _plans(question: Question) -> list[tuple[str, LayerPlan, float]]:
     return found
 
 
-def _norms(data: Data, question: Question, order_R: Sequence[Tensor], told: _Told) -> list[Tensor]:
+def _norms(data: Data, question: Question, order_R: Sequence[Tensor], told: Told) -> list[Tensor]:
     """Norm of every pair's projection input, for each source in (expert, token) order; also warms the machine up."""
     topology = question.topology
     plan = get_policy(BASELINE)(Problem(counts_RE=data.counts_RE, topology=topology))
@@ -232,14 +250,16 @@ def _lane(
     planned: tuple[str, LayerPlan, float],
     order_R: Sequence[Tensor],
     norm_R: Sequence[Tensor],
-    told: _Told,
+    told: Told,
 ) -> Lane:
     """Sort, score, select and re-route for all ranks, timed."""
     name, plan, plan_ms = planned
-    seats, times = seats_of(plan, homes=False), Times(data.device)
-    repeats, stash = question.repeats if name in (BASELINE, OURS) else 1, question.activations == "stash"
-    for _ in range(repeats):
-        told.one(f"selection, {name}")
+    seats, heard = seats_of(plan, homes=False), Times(data.device)
+    repeats, stash = _repeats(question, name), question.activations == "stash"
+    for turn in range(-warm_ups(data.device), repeats):
+        times = heard if turn >= 0 else Times(data.device)
+        if turn >= 0:
+            told.one(f"selection, {name}")
         place_R = _send_order(data, seats, plan_ms, order_R, times)
         weight_R, energy = None, 0.0
         if not plan.exact:
@@ -249,7 +269,7 @@ def _lane(
     pair_R = [order if place is None else order[place] for order, place in zip(order_R, place_R, strict=True)]
     forward = Wire(counts_RV=seats.assign_RQ, starts_R=seats.starts_R, pair_R=pair_R)
     return Lane(
-        name=name, plan=plan, seats=seats, repeats=repeats, times=times, stash=stash, forward=forward, kept=kept,
+        name=name, plan=plan, seats=seats, repeats=repeats, times=heard, stash=stash, forward=forward, kept=kept,
         energy_dropped=energy,
     )  # fmt: skip
 
@@ -292,21 +312,3 @@ def _returning(plan: LayerPlan, rank: int) -> int:
         return 0
     home_J = plan.topology.home_E[plan.instance_expert_J]
     return int((plan.foreign_J & (home_J == rank)).sum())
-
-
-class _Told:
-    """Counts units of work for a progress callback."""
-
-    def __init__(self, progress: Progress | None, question: Question) -> None:
-        lanes = len(question.systems) + (OURS in question.systems)
-        pair = sum(name in (BASELINE, OURS) for name in question.systems)
-        runs = lanes + pair * (question.repeats - 1)
-        self._progress, self._done = progress, 0
-        self._total = question.topology.ranks * (1 + runs) + runs
-
-    def one(self, text: str) -> None:
-        """One more unit begins."""
-        with _MERGING:
-            self._done += 1
-            if self._progress is not None:
-                self._progress(text, self._done, self._total)

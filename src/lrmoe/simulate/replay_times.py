@@ -27,6 +27,11 @@ def clock_kind(device: torch.device) -> str:
     return "events" if device.type == "cuda" else "thread CPU"
 
 
+def warm_ups(device: torch.device) -> int:
+    """Runs before those that are timed: on CUDA, where kernels are compiled and loaded when they first run, one."""
+    return int(device.type == "cuda")
+
+
 class Times:
     """Samples of one system. A phase's sample is one run of one rank's part in it."""
 
