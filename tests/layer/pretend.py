@@ -1,7 +1,8 @@
 """CPU tensors that say they lie on a GPU, and raise where a GPU's would: to walk what only runs there.
 
-A storage is there or it is not, and all tensors on it with it. What is made from tensors that are there is there, too.
-Copies between both sides that wait, and reads, are counted by where in this package they were asked for.
+Only the thread that asks pretends: others see tensors of the CPU. A storage is there or it is not, and all tensors on it
+with it. What is made from tensors that are there is there, too. Copies between both sides that wait, and reads, are
+counted by where in this package they were asked for.
 """
 
 from __future__ import annotations
@@ -143,6 +144,8 @@ def pretending() -> Iterator[Pretend]:
         "device": lambda device: nullcontext(),
         "Event": Event,
         "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 2**20,
+        "reset_peak_memory_stats": lambda device=None: None,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: "NVIDIA H200",
@@ -155,5 +158,11 @@ def pretending() -> Iterator[Pretend]:
             (outputs,), (grad_outputs,), False, False, tuple(inputs), False, accumulate_grad=False
         )
 
-    with mock.patch.multiple(torch.cuda, **answers), mock.patch.object(torch.autograd, "grad", grad), mode:
+    generator, made = torch.Generator, mock.patch.object
+    with (
+        mock.patch.multiple(torch.cuda, **answers),
+        made(torch.autograd, "grad", grad),
+        made(torch, "Generator", lambda device="cpu": generator()),
+        mode,
+    ):
         yield mode
