@@ -1,7 +1,7 @@
 """CPU tensors that say they lie on a GPU, and raise where a GPU's would: to walk what only runs there.
 
-Only the thread that asks pretends: others see tensors of the CPU. A storage is there or it is not, and all tensors on it
-with it. What is made from tensors that are there is there, too. Copies between both sides that wait, and reads, are
+Only the thread that asks pretends: others see tensors of the CPU. A storage is there or it is not, and all tensors on
+it with it. What is made from tensors that are there is there, too. Copies between both sides that wait, and reads, are
 counted by where in this package they were asked for.
 """
 
