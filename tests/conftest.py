@@ -74,3 +74,11 @@ def pool8() -> Iterator[Pool]:
     pool = Pool(8)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Two gloo processes of one module alone, whose tests may end them."""
+    pool = Pool(2)
+    yield pool
+    pool.close()

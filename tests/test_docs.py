@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -38,12 +38,10 @@ def _anchors(path: Path) -> set[str]:
 
 
 def _tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    tools = str(ROOT / "tools")
+    if tools not in sys.path:
+        sys.path.append(tools)  # they find each other there
+    return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")

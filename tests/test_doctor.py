@@ -19,6 +19,7 @@ from lrmoe.doctor import command, machine, paths, trial, workers
 from lrmoe.doctor.finding import Finding
 from lrmoe.doctor.model import look_at
 from lrmoe.errors import ConfigError, RankError
+from lrmoe.telemetry.figures import installed_version
 from tests.integrations.models import config_of
 
 
@@ -77,14 +78,10 @@ def test_a_fault_decides_the_exit_code(
 
 
 def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = machine.version
-
-    def version(name: str) -> str:
-        if name in ("pyarrow", "safetensors"):
-            raise machine.PackageNotFoundError(name)
-        return here(name)
-
-    monkeypatch.setattr(machine, "version", version)
+    missing = ("pyarrow", "safetensors")
+    monkeypatch.setattr(
+        machine, "installed_version", lambda name: None if name in missing else installed_version(name)
+    )
     found = by_name(machine.versions())
     assert found["safetensors"].state == "fault"
     assert found["traces"].state == "no"
@@ -93,9 +90,8 @@ def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_too_old_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = machine.version
     old = {"torch": "2.9.1+cu126", "pyarrow": "17.0.0", "rich": "13"}
-    monkeypatch.setattr(machine, "version", lambda name: old.get(name) or here(name))
+    monkeypatch.setattr(machine, "installed_version", lambda name: old.get(name) or installed_version(name))
     found = by_name(machine.versions())
     assert found["torch"].state == "fault"
     assert found["torch"].text == "torch 2.9.1+cu126 is too old: 2.11 or newer is needed"

@@ -7,7 +7,6 @@ functions. What is claimed, and which figures carry it, stands in benchmarks/cla
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from generated import bring_up_to_date, check_option
 from results_plot import lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -203,18 +203,8 @@ def read() -> dict[str, list[Row]]:
 
 def main() -> int:
     """Write the page and the plot, or with --check say which are out of date."""
-    parser = argparse.ArgumentParser(description="Generate docs/benchmarks.md from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when out of date")
-    check, results = parser.parse_args().check, read()
-    stale = []
-    for path, text in ((PAGE, page(sections(), results)), (PLOT, plot(results[SCALING]))):
-        if path.is_file() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale.append(path.name)
-        if not check:
-            path.write_text(text, encoding="utf-8")
-    print(("out of date: " if check else "written: ") + ", ".join(stale) if stale else "up to date")
-    return int(check and bool(stale))
+    check, results = check_option("Generate docs/benchmarks.md from benchmarks/results."), read()
+    return bring_up_to_date({PAGE: page(sections(), results), PLOT: plot(results[SCALING])}, check=check)
 
 
 if __name__ == "__main__":

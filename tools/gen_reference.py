@@ -6,7 +6,6 @@ Usage: python tools/gen_reference.py [--check]
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import math
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from generated import bring_up_to_date, check_option
 
 from lrmoe import config as config_module
 from lrmoe.config import LRMoEConfig
@@ -290,22 +290,8 @@ PAGES = {
 
 def main() -> int:
     """Write the pages, or with --check say which are out of date."""
-    parser = argparse.ArgumentParser(description="Generate docs/reference/ from the code.")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 when a page is out of date"
-    )
-    check = parser.parse_args().check
-    stale = []
-    for name, render in PAGES.items():
-        path, text = REFERENCE / name, render()
-        if path.is_file() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale.append(name)
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    print(("out of date: " if check else "written: ") + ", ".join(stale) if stale else "up to date")
-    return int(check and bool(stale))
+    check = check_option("Generate docs/reference/ from the code.")
+    return bring_up_to_date({REFERENCE / name: render() for name, render in PAGES.items()}, check=check)
 
 
 if __name__ == "__main__":

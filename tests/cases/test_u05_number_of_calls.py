@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,14 +20,6 @@ pytestmark = pytest.mark.distributed
 CASE = make_case(tokens=8, experts=4, top_k=2, hidden=8, width=6)
 LIMIT_S = 2
 ADVICE = "every rank must make the same calls, in evaluation and generation too"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Ranks that tests may end."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 def call(layer: MoELayer, *, training: bool = True, tokens: int = 8) -> None:

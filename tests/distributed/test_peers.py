@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,14 +22,6 @@ from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.distributed
 LIMIT_S = 2
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Ranks that tests may kill."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 def short() -> Comm:

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,6 @@ from lrmoe.training.run import run_rank, train
 from lrmoe.training.stop import StopRequest, stop_on_sigterm
 from tests.distributed.pool import Pool
 from tests.training.tiny import CPU, tiny_config
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Ranks that tests may kill."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 def before_step(number: int, action: Callable[[], object]) -> Callable[[Trainer], Any]:

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import metadata, requires
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lrmoe.doctor.finding import Finding
 from lrmoe.errors import LRMoEError
-from lrmoe.telemetry.figures import hardware
+from lrmoe.telemetry.figures import hardware, installed_version
 
 NEEDED = ("lrmoe", "torch", "numpy", "safetensors", "rich", "tomlkit", "typer")
 # Extra -> what it brings, and what for.
@@ -34,12 +34,12 @@ def versions() -> Iterator[Finding]:
     """Python, what the package needs, and its extras."""
     yield _python()
     for name in NEEDED:
-        found, trouble = _version(name), _trouble(name)
+        found, trouble = installed_version(name), _trouble(name)
         state = "info" if trouble is None else "fault"
         yield Finding(area="versions", name=name, state=state, text=trouble or str(found))
     for extra, (modules, purpose) in EXTRAS.items():
         yield _extra(extra, modules, purpose)
-    if _version("transformers") is not None:
+    if installed_version("transformers") is not None:
         yield _transformers()
 
 
@@ -55,7 +55,7 @@ def _python() -> Finding:
 
 def _extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
     troubles = [trouble for trouble in map(_trouble, modules) if trouble is not None]
-    text = ", ".join(f"{name} {_version(name)}" for name in modules)
+    text = ", ".join(f"{name} {installed_version(name)}" for name in modules)
     if troubles:
         text = f'{", ".join(troubles)}: pip install -e ".[{extra}]" ({purpose})'
     return Finding(area="extras", name=extra, state="no" if troubles else "ok", text=text)
@@ -63,7 +63,7 @@ def _extra(extra: str, modules: tuple[str, ...], purpose: str) -> Finding:
 
 def _trouble(name: str) -> str | None:
     """Why a distribution does not do, None where it does."""
-    found, least = _version(name), _least(name)
+    found, least = installed_version(name), _least(name)
     if found is None:
         return f"{name} not installed"
     if least is not None and _older(found, least):
@@ -94,13 +94,6 @@ def _transformers() -> Finding:
         return Finding(area="extras", name="transformers version", state="ok", text=f"tested: {tested}")
     except (LRMoEError, ImportError) as error:
         return Finding(area="extras", name="transformers version", state="fault", text=str(error))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def devices() -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from lrmoe.errors import ConfigError
 from lrmoe.report import tables
 from lrmoe.report.data import BASELINE, Run, SystemRun
 from lrmoe.report.names import DASHES
-from lrmoe.report.numbers import number, plain, seconds, size
+from lrmoe.report.numbers import number, seconds, size
 from lrmoe.report.tables import Table
 
 _UNTOLD = ("train.name", "train.runs", "context.command", "context.date")  # always differ and explain nothing
@@ -155,13 +155,8 @@ def differences(pair: Pair) -> Table:
     for (left, right), mark in zip(pair.matched, _marks(pair), strict=True):
         first |= {f"{mark}{key}": value for key, value in left.config.items()}
         second |= {f"{mark}{key}": value for key, value in right.config.items()}
-    keys = [key for key in {**first, **second} if key not in _UNTOLD]
-    rows = [
-        (key, plain(first.get(key)), plain(second.get(key)))
-        for key in keys
-        if first.get(key) != second.get(key)
-    ]
-    return Table(title="What differs", columns=("setting", *pair.titles), rows=rows, text=True)
+    ours, theirs = ({key: given[key] for key in given if key not in _UNTOLD} for given in (first, second))
+    return tables.differences(ours, theirs, pair.titles)
 
 
 def _marks(pair: Pair) -> list[str]:

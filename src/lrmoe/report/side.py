@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lrmoe.errors import ConfigError
+from lrmoe.report import tables
 from lrmoe.report.data import Run
 from lrmoe.report.figures import figures
-from lrmoe.report.numbers import number, plain
+from lrmoe.report.numbers import number
 from lrmoe.report.tables import Table
 
 
@@ -40,12 +41,7 @@ def table(left: Run, right: Run, titles: Sequence[str]) -> Table:
 def differences(left: Run, right: Run, titles: Sequence[str]) -> Table:
     """Settings and environment that they do not share."""
     ours, theirs = (dict(_flat(_about(run))) for run in (left, right))
-    rows = [
-        (key, plain(ours.get(key)), plain(theirs.get(key)))
-        for key in {**ours, **theirs}
-        if ours.get(key) != theirs.get(key)
-    ]
-    return Table(title="What differs", columns=("setting", *titles), rows=rows, text=True)
+    return tables.differences(ours, theirs, titles)
 
 
 def _about(run: Run) -> Mapping[str, Any]:

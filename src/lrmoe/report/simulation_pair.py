@@ -7,10 +7,10 @@ from typing import Any
 
 from lrmoe.errors import ConfigError
 from lrmoe.report.data import Run
-from lrmoe.report.numbers import number, plain
+from lrmoe.report.numbers import number
 from lrmoe.report.plot import Plot, label
 from lrmoe.report.simulation import milliseconds, scenarios, where
-from lrmoe.report.tables import Table
+from lrmoe.report.tables import Table, differences
 
 _Figures = Mapping[str, Any]
 _QUANTITIES = (
@@ -49,17 +49,7 @@ def tables(left: Run, right: Run, titles: Sequence[str]) -> list[Table]:
             (name, write(a), write(b), f"{b / a:.3f}" if a and b is not None else "-") for name, a, b in pairs
         ]
         made.append(Table(title=f"{title}: {where(first)}", columns=columns, rows=rows))
-    return [*made, _differences(left, right, titles)]
-
-
-def _differences(left: Run, right: Run, titles: Sequence[str]) -> Table:
-    ours, theirs = left.summary["settings"], right.summary["settings"]
-    rows = [
-        (key, plain(ours.get(key)), plain(theirs.get(key)))
-        for key in {**ours, **theirs}
-        if ours.get(key) != theirs.get(key)
-    ]
-    return Table(title="What differs", columns=("setting", *titles), rows=rows, text=True)
+    return [*made, differences(left.summary["settings"], right.summary["settings"], titles)]
 
 
 def plots(left: Run, right: Run, titles: Sequence[str]) -> list[Plot]:

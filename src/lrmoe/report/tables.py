@@ -241,6 +241,16 @@ def _given(key: str, value: Any) -> str:
     return size(value) if "bytes" in key and isinstance(value, int | float) else plain(value)
 
 
+def differences(first: Mapping[str, Any], second: Mapping[str, Any], titles: Sequence[str]) -> Table:
+    """What two runs do not share, of settings by name."""
+    rows = [
+        (key, plain(first.get(key)), plain(second.get(key)))
+        for key in {**first, **second}
+        if first.get(key) != second.get(key)
+    ]
+    return Table(title="What differs", columns=("setting", *titles), rows=rows, text=True)
+
+
 def settings(run: Run) -> Table:
     """The resolved configuration, one row per field; a row says which systems differ."""
     rows = [

@@ -39,7 +39,10 @@ def environment() -> dict[str, Any]:
     names = ("lrmoe", "torch", "transformers", "numpy")
     return {
         "command": " ".join([_program(), *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), **{n: v for n in names if (v := _version(n))}},
+        "versions": {
+            "python": platform.python_version(),
+            **{n: v for n in names if (v := installed_version(n))},
+        },
         "hardware": hardware(),
         "date": datetime.date.today().isoformat(),
     }
@@ -61,7 +64,8 @@ def hardware() -> dict[str, Any]:
     return found
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Version of an installed distribution, None where there is none."""
     try:
         return version(name)
     except PackageNotFoundError:
