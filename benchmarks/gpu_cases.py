@@ -20,6 +20,7 @@ import torch
 from gpu_report import Report, make_layer, run_layer
 from plain import Case, Shape, grouped_loop, make_case, run_plain
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lrmoe import MoELayer, ops
 from lrmoe.telemetry.tracking import StorageTracker
@@ -66,6 +67,23 @@ def _poison(device: torch.device) -> None:
     """Blocks of many sizes, filled with NaN and freed: what is not written shows."""
     blocks = [torch.full((2**n,), float("nan"), device=device) for n in range(8, 22) for _ in range(4)]
     del blocks
+
+
+def recomputed_calls(report: Report, device: torch.device, seed: int) -> None:
+    """U06: a call that a checkpoint computes again in backward gives the same bits as one that is kept."""
+    case = make_case(SHAPE, torch.bfloat16, device, seed)
+    for name, fields in {"late": {}, "early": {"select_in": "forward", "score": "alpha"}}.items():
+        kept = run_layer(make_layer(SHAPE, max_drop=0.5, **fields), case)
+        layer = make_layer(SHAPE, max_drop=0.5, **fields)
+        call = functools.partial(_called, layer, case.ids)
+        out = checkpoint(call, *case.leaves(), use_reentrant=False)
+        again = [out.detach(), *torch.autograd.grad(out, case.leaves(), case.grad)]
+        differ = sum(not torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+        report.at_most(f"cases.u06.{name}.differing_tensors", differ, 0, "tensors")
+
+
+def _called(layer: MoELayer, ids: Tensor, hidden: Tensor, weights: Tensor, *experts: Tensor) -> Tensor:
+    return layer(hidden, ids, weights, *experts, training=True)
 
 
 def large_offsets(report: Report, device: torch.device, seed: int) -> None:
@@ -261,6 +279,7 @@ def _differs(layer: MoELayer, case: Case, queue: Tensor, missing: Tensor) -> boo
 CASES: Mapping[str, Check] = MappingProxyType(
     {
         "U02": idle_experts,
+        "U06": recomputed_calls,
         "U07": large_offsets,
         "U09": odd_counts,
         "U10": mixed_dtypes,

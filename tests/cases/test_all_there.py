@@ -12,7 +12,7 @@ from tests import benchmark
 
 FOLDER = Path(__file__).parent
 CASES = [f"U{number:02}" for number in range(1, 36)]
-ON_DEVICE = ("U02", "U07", "U09", "U10", "U12", "U26", "U27", "U33")
+ON_DEVICE = ("U02", "U06", "U07", "U09", "U10", "U12", "U26", "U27", "U33")
 
 
 @pytest.mark.parametrize("case", CASES)
