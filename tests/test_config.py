@@ -143,7 +143,9 @@ def test_router_grad_auto_is_full_for_topk_and_retained_for_sampled() -> None:
 
 
 def test_unknown_fields_name_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r"max_dorp: no such field.*did you mean .max_drop.*; valid: policy"):
+    with pytest.raises(
+        ConfigError, match=r"max_dorp: no such field.*did you mean .max_drop.*; valid: policy"
+    ):
         LRMoEConfig.from_dict({"max_dorp": 0.2})
     with pytest.raises(ConfigError, match=r"estimater: no such field.*did you mean .estimator."):
         LRMoEConfig().replace(estimater="topk")
