@@ -19,6 +19,7 @@ from lrmoe.report import sections, tables
 from lrmoe.report.figures import ABLATE, COMPARE, REPLAY, SIMULATE, figures
 from lrmoe.report.load import load_run
 from lrmoe.report.matrix_figures import TARGET_QUANTITIES
+from lrmoe.report.numbers import number, seconds, size
 from lrmoe.simulate.run import Settings, run
 from lrmoe.training.figures import FIGURES as TRAIN
 from lrmoe.training.figures import figures as train_figures
@@ -45,7 +46,7 @@ def test_a_comparison_and_its_own_policy(tmp_path: Path) -> None:
     assert "compare.some/my_file.py:Mine.steps" in ours
     cell = {row[0]: row for row in tables.headline(loaded).rows}["MoE-layer time, wall"]
     for i, name in enumerate(("megatron", "lrmoe", "some/my_file.py:Mine"), 1):
-        assert cell[i].startswith(tables.seconds(ours[f"compare.{name}.moe_time_wall_s"][0]))
+        assert cell[i].startswith(seconds(ours[f"compare.{name}.moe_time_wall_s"][0]))
 
 
 def test_a_training_run(tmp_path: Path) -> None:
@@ -96,8 +97,8 @@ def test_a_sweep_and_its_csv(tmp_path: Path) -> None:
     shown = sections.section(loaded, "run0").headline
     for row, cells in zip(rows, shown.rows, strict=True):
         assert cells[2] == row["largest_micro_batch"]
-        assert cells[3] == tables.size(float(row["device_bytes"]))
-        assert cells[6] == tables.number(float(row["layer_ms"]), 4)
+        assert cells[3] == size(float(row["device_bytes"]))
+        assert cells[6] == number(float(row["layer_ms"]), 4)
     assert [value for value, _, _ in _values(figures(loaded)).values()] == [2, 0]
 
 

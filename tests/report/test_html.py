@@ -18,6 +18,7 @@ from lrmoe.report.bars import phases
 from lrmoe.report.commands import report
 from lrmoe.report.data import Run
 from lrmoe.report.load import load_run
+from lrmoe.report.numbers import even, seconds, size
 from lrmoe.report.sections import plots
 from tests.report.synthetic import LINK, compare_run, train_run
 
@@ -94,21 +95,21 @@ def test_the_sentence_and_the_tiles_say_the_ratio(compared: Run) -> None:
     assert our_wall is not None
     text = words.verdict(compared)
     assert (
-        f"lrmoe needed {tables.even(ours / base)} of megatron's time (critical path, modelled link; wall"
+        f"lrmoe needed {even(ours / base)} of megatron's time (critical path, modelled link; wall"
         in text
     )
-    assert f"wall {tables.even(our_wall / wall)})" in text
+    assert f"wall {even(our_wall / wall)})" in text
     assert words.tiles(compared)[0][1] == f"{ours / base:.2f}"
 
 
 def test_times_say_what_is_modelled_and_over_which_link(compared: Run) -> None:
-    speed = f"modelled link of {tables.size(LINK)}/s"
+    speed = f"modelled link of {size(LINK)}/s"
     assert speed in tables.headline(compared).note, "the note goes to the terminal and to the page"
     chart = phases(compared)
     assert chart is not None
     assert speed in chart.caption
     assert all(
-        f"{s.name} {tables.seconds(s.number('moe_time_wall_s'))}" in chart.caption for s in compared.systems
+        f"{s.name} {seconds(s.number('moe_time_wall_s'))}" in chart.caption for s in compared.systems
     )
     assert "bytes on the link (modelled)" in [trace["name"] for trace in chart.traces]
     assert any("modelled" in row[0] for row in tables.headline(compared).rows)
