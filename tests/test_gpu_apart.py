@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from tests import benchmark
+
 # Stands for a process of the check: its parts' names say what they do.
 PARTS = """
 import json, os, sys, time
@@ -38,10 +38,8 @@ for name in sys.argv[2:]:
 
 
 @pytest.fixture
-def apart() -> Iterator[ModuleType]:
-    sys.path.append(str(BENCHMARKS))  # its scripts find each other there
-    yield importlib.import_module("gpu_apart")
-    sys.path.remove(str(BENCHMARKS))
+def apart() -> ModuleType:
+    return benchmark.load("gpu_apart")
 
 
 def journal(apart: ModuleType, path: Path, names: Sequence[str], until: float = 60.0) -> dict[str, list[Any]]:
@@ -90,7 +88,7 @@ def test_a_process_that_never_begins_is_not_started_for_ever(apart: ModuleType, 
 def test_a_report_takes_over_what_a_journal_says_but_no_line_that_was_cut_off(
     apart: ModuleType, tmp_path: Path
 ) -> None:
-    reports, path = importlib.import_module("gpu_report"), tmp_path / "journal"
+    reports, path = benchmark.load("gpu_report"), tmp_path / "journal"
     first = reports.Report(seed=1, device=torch.device("cpu"), journal=path)
     first.at_most("cases.one", 2, 1, "entries")
     first.left_out("nothing is there")
@@ -101,23 +99,28 @@ def test_a_report_takes_over_what_a_journal_says_but_no_line_that_was_cut_off(
     assert first.failed == ["cases.one"]
 
 
-def test_the_command_runs_its_parts_apart_and_reads_a_journal_again(tmp_path: Path) -> None:
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    """Exit code of the command and what it printed."""
+    check: Any = benchmark.load("gpu_check")
+    with mock.patch.object(sys, "argv", ["gpu_check.py", *options]):
+        code = check.main()
+    return code, capsys.readouterr().out
+
+
+def test_the_command_runs_its_parts_apart_and_reads_a_journal_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "figures.jsonl"
-    check = [sys.executable, str(BENCHMARKS / "gpu_check.py")]
-    ran = subprocess.run(
-        [*check, "--dry-run", "--apart", "--only", "cases.u02,cases.u27", "--out", str(out)],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.rstrip().endswith("all checks passed")
+    asked = ("--dry-run", "--apart", "--only", "cases.u02,cases.u27", "--out", str(out))
+    code, printed = run(capsys, *asked)
+    assert code == 0
+    assert printed.rstrip().endswith("all checks passed")
     names = [json.loads(line)["name"] for line in out.read_text().splitlines()]
     assert "gpu_check.cases.u27.hot_over_even" in names
     assert "gpu_check.seconds.cases.u02" in names
     with out.with_suffix(".journal").open("a") as file:
         file.write('["failed", "cases.u02 (cut off)"]\n')
-    again = subprocess.run(
-        [*check, "--read", str(out.with_suffix(".journal"))], capture_output=True, text=True, timeout=100
-    )
-    assert again.returncode == 1, again.stderr
-    assert "FAILED: cases.u02 (cut off)" in again.stdout
-    assert again.stdout.splitlines()[1:3] == ran.stdout.splitlines()[1:3], "the same table"
+    code, again = run(capsys, "--read", str(out.with_suffix(".journal")))
+    assert code == 1
+    assert "FAILED: cases.u02 (cut off)" in again
+    assert again.splitlines()[:3] == printed.splitlines()[:3], "the same table"
