@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from lrmoe.debug._agree import Findings
 from lrmoe.debug._find import digests, expert_of_row, not_finite
 from lrmoe.debug._poison import PoisonEmpty, poison
 from lrmoe.distributed import Comm
-from lrmoe.distributed.probe import Phases, Probe
+from lrmoe.distributed.probe import Check, Phases, Probe
 from lrmoe.errors import CheckError
 from lrmoe.planning import LayerPlan
 from lrmoe.planning.problem import IntArray
@@ -47,7 +48,6 @@ class Checks(Probe):
         self._where = "outside a layer call"
         self._clock: Phases = _Latest()
         self._like = torch.empty(0)
-        self._expected: list[int] = []
 
     def plan(self, comm: Comm, layer: int, plan: LayerPlan, like: Tensor) -> None:
         """Every rank must have made the same plan."""
@@ -142,28 +142,28 @@ class Checks(Probe):
             self.made["poison"] += 1
             poison(buffer)
 
-    def crossing(self, comm: Comm, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]) -> None:
-        """What every rank sends is what the others wait for."""
+    def crossing(
+        self, comm: Comm, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]
+    ) -> Check | None:
+        """What every rank sends is what the others wait for, and what arrives is what was sent."""
         if not self._rows:
-            return
+            return None
         self.made["exchange"] += 1
         if rows.shape[0] != sum(send_R):
             self._found(f"{rows.shape[0]} rows packed, {sum(send_R)} to be sent")
         marks = digests(rows, send_R) if rows.shape[0] == sum(send_R) else [0] * comm.size
         table = self._findings.meet(comm, self._where, rows, [*send_R, *receive_R, *marks])
         send_RR, receive_RR, mark_RR = np.split(table, 3, axis=1)
-        self._expected = mark_RR[:, comm.rank].tolist()
         for source, to in np.argwhere(send_RR != receive_RR.T)[:1]:
             raise CheckError(
                 f"{self._place}: rank {source} sends {send_RR[source, to]} rows to rank {to}, which waits for "
                 f"{receive_RR[to, source]}"
             )
+        return partial(self._crossed, receive_R, mark_RR[:, comm.rank].tolist())
 
-    def crossed(self, comm: Comm, rows: Tensor, receive_R: Sequence[int]) -> None:
-        """What arrived is what was sent."""
-        if not self._rows:
-            return
-        for source, (found, told) in enumerate(zip(digests(rows, receive_R), self._expected, strict=True)):
+    def _crossed(self, receive_R: Sequence[int], expected_R: Sequence[int], rows: Tensor) -> None:
+        """What arrived has the digests of what was sent."""
+        for source, (found, told) in enumerate(zip(digests(rows, receive_R), expected_R, strict=True)):
             if found != told:
                 self._found(f"rows from rank {source} are not those that it sent")
 

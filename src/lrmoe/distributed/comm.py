@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lrmoe.distributed.peers import waiting
-from lrmoe.distributed.probe import current
+from lrmoe.distributed.probe import Check, current
 
 # Newer torch has the same collective under another name and deprecates the old one.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -22,19 +22,43 @@ _ROWS = "an exchange of rows"
 
 
 class Arriving:
-    """Rows on their way: what an all-to-all in progress will have received."""
+    """Rows on their way: what an all-to-all in progress will have received.
 
-    def __init__(self, received: Tensor, work: dist.Work | None, sent: Tensor, name: str = "") -> None:
-        self._received, self._work, self._name = received, work, name
-        self._sent: Tensor | None = sent  # alive as long as it is being sent
+    Attributes:
+        received: rows that it fills; not to be read before `wait`.
+
+    Args:
+        sent: rows that it reads; they stay as they are until `wait`.
+        work: the collective; None where it has ended. name: whose it is, for errors.
+        check: looks at what has arrived.
+    """
+
+    def __init__(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        work: dist.Work | None = None,
+        name: str = "",
+        check: Check | None = None,
+    ) -> None:
+        self.received, self._work, self._name, self._check = received, work, name, check
+        self._sent: Tensor | None = sent
 
     def wait(self) -> Tensor:
         """The received rows; later calls return them at once."""
         if self._work is not None:
             with waiting(f"{self._name}: {_ROWS}"):
                 self._work.wait()
-        self._work = self._sent = None
-        return self._received
+            self._work = None
+        self._sent = None
+        if self._check is not None:
+            self._check(self.received)
+            self._check = None
+        return self.received
+
+    def __del__(self) -> None:
+        if self._work is not None:  # nobody has waited: the backend may still be at work
+            _abandoned.append((self.received, self._sent))
 
 
 class Comm:
@@ -68,25 +92,24 @@ class Comm:
         Returns:
             (M, ...), M = sum(receive_R).
         """
-        if self.size == 1:
-            return rows
-        current().crossing(self, rows, send_R, receive_R)
-        out = rows.new_empty((sum(receive_R), *rows.shape[1:]))
-        with waiting(f"{self.name}: {_ROWS}"), _lent(out, rows) as (to, of):
-            dist.all_to_all_single(to, of, list(receive_R), list(send_R), group=self.group)
-        current().crossed(self, out, receive_R)
-        return out
+        return self._exchange(rows, send_R, receive_R, beside=False).wait()
 
     def start_all_to_all(self, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]) -> Arriving:
         """`all_to_all` that goes on beside what the caller does next; `rows` must not change until it has ended."""
+        return self._exchange(rows, send_R, receive_R, beside=True)
+
+    def _exchange(
+        self, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int], *, beside: bool
+    ) -> Arriving:
         if self.size == 1:
-            return Arriving(rows, None, rows)
-        current().crossing(self, rows, send_R, receive_R)
+            return Arriving(rows, rows)
+        check = current().crossing(self, rows, send_R, receive_R)
         out = rows.new_empty((sum(receive_R), *rows.shape[1:]))
-        work = dist.all_to_all_single(
-            _as_bytes(out), _as_bytes(rows), list(receive_R), list(send_R), group=self.group, async_op=True
-        )
-        return Arriving(out, work, rows, self.name)
+        with waiting(f"{self.name}: {_ROWS}"), _lent(out, rows) as (to, of):
+            work = dist.all_to_all_single(
+                to, of, list(receive_R), list(send_R), group=self.group, async_op=beside
+            )
+        return Arriving(out, rows, work if beside else None, self.name, check)
 
     def sent_bytes(self, rows: Tensor, send_R: Sequence[int]) -> int:
         """Bytes of an all-to-all that leave this rank."""
@@ -96,14 +119,13 @@ class Comm:
         return (sum(send_R) - send_R[self.rank]) * width
 
 
-_abandoned: list[
-    tuple[Tensor, ...]
-] = []  # of collectives that failed: a backend may still be at work in them
+# Of collectives that failed, or that nobody waited for: a backend may still be at work in them.
+_abandoned: list[tuple[Tensor | None, ...]] = []
 
 
 @contextmanager
 def _lent(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Views as bytes for a collective that has ended when the context does.
+    """Views as bytes for a collective whose tensors somebody else keeps until it has ended.
 
     gloo's thread lets go of its tensors a moment after a collective has ended. On CPU it is given views that own
     nothing, so that a buffer is gone when its last user is and memory is what a plan says.

@@ -1,6 +1,6 @@
 """Where checks look in on a layer call. By default nobody looks: every step below does nothing.
 
-    plan -> walk( tokens -> crossing -> crossed -> experts -> kept -> values )
+    plan -> walk( tokens -> crossing -> experts -> kept -> values )
 
 `lrmoe.debug` installs a probe that checks; it lies above the layer, which therefore cannot call it by name.
 
@@ -9,7 +9,7 @@ Shape letters: R ranks, Q seats of all ranks, S seats of this rank, E experts, N
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +20,8 @@ from lrmoe.planning.problem import IntArray
 
 if TYPE_CHECKING:
     from lrmoe.distributed.comm import Comm
+
+Check = Callable[[Tensor], None]  # of rows that have arrived
 
 
 class Phases(Protocol):
@@ -79,11 +81,15 @@ class Probe:
     def scratch(self, buffer: Tensor) -> None:
         """A scratch buffer goes to a user who will overwrite it."""
 
-    def crossing(self, comm: Comm, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]) -> None:
-        """Rows are about to cross: `send_R[r]` to rank r, `receive_R[r]` from it."""
+    def crossing(
+        self, comm: Comm, rows: Tensor, send_R: Sequence[int], receive_R: Sequence[int]
+    ) -> Check | None:
+        """Rows are about to cross: `send_R[r]` to rank r, `receive_R[r]` from it.
 
-    def crossed(self, comm: Comm, rows: Tensor, receive_R: Sequence[int]) -> None:
-        """They have."""
+        Returns:
+            What looks at the rows that have arrived, or None. Several exchanges may be under way.
+        """
+        return None
 
 
 _installed: list[Probe] = [Probe()]  # the last one looks

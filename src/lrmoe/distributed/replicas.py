@@ -27,6 +27,7 @@ from lrmoe.planning.seats import Seats
 Projections = tuple[
     Tensor | None, Tensor | None
 ]  # gate_up and down of some experts; None: frozen, on all ranks
+Ends = list[tuple[int, Tensor]]  # the rank at the other end and what goes there, or comes from there
 Parts = list[Tensor]  # one expert's tensors, one per projection that is not frozen
 
 
@@ -34,11 +35,11 @@ class Pending:
     """Weights on their way into this rank's slots; made by `fetch_replicas`.
 
     Attributes:
-        sent_bytes: bytes that this rank sends to other ranks, relayed ones included.
+        slots: where they will lie. sent_bytes: bytes that this rank sends to other ranks, relayed ones included.
     """
 
     def __init__(self, comm: Comm, messages: Messages, rows: _Rows, slots: tuple[Tensor, Tensor]) -> None:
-        self._comm, self._rows, self._slots = comm, rows, slots
+        self._comm, self._rows, self.slots = comm, rows, slots
         self._rounds = _rounds(messages, comm.rank)
         self.sent_bytes = _sent_bytes(messages, comm.rank, slots)
         # A later round starts in `wait` on both of its ends, or the calls in between would meet out of order.
@@ -51,7 +52,7 @@ class Pending:
             self._running = None
         while self._rounds:
             self._start(self._rounds.pop(min(self._rounds))).wait()
-        return self._slots
+        return self.slots
 
     def _start(self, turn: _Turn) -> Exchange:
         sends = [(end, part) for end, expert in turn.sends for part in self._rows.of(expert)]
@@ -93,12 +94,48 @@ def fetch_replicas(
     return pending
 
 
+class Returning:
+    """Gradients on their way to their homes; made by `start_return`.
+
+    Attributes:
+        sent_bytes: bytes that this rank sends to other ranks, relayed ones included.
+    """
+
+    def __init__(self, comm: Comm, seats: Seats, wide: Projections, home: Projections) -> None:
+        messages = return_messages(seats)
+        self._comm = comm
+        self._sums = _Sums(seats, comm.rank, messages, home, wide)
+        self._rounds = _rounds(messages, comm.rank)
+        self.sent_bytes = _sent_bytes(messages, comm.rank, wide)
+        # As of `Pending`: a later round starts in `wait` on both of its ends.
+        self._running = self._start(0) if 0 in self._rounds else None
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Finish: the home gradients, complete by now, have those of the copies added."""
+        if self._running is not None:
+            self._end(*self._running)
+            self._running = None
+        while self._rounds:
+            self._end(*self._start(min(self._rounds)))
+
+    def _start(self, number: int) -> tuple[_Turn, list[Parts], Exchange]:
+        turn = self._rounds.pop(number)
+        arriving, sends, receives = self._sums.ends(turn)
+        return turn, arriving, Exchange(self._comm, sends, receives)
+
+    def _end(self, turn: _Turn, arriving: list[Parts], exchange: Exchange) -> None:
+        exchange.wait()
+        self._sums.add(turn, arriving)
+
+
 @torch.no_grad()
-def return_gradients(comm: Comm, seats: Seats, foreign: Projections | None, home: Projections) -> int:
-    """Add the gradients of all foreign seats to those at their homes, in place. Every rank of the group calls it.
+def start_return(comm: Comm, seats: Seats, foreign: Projections | None, home: Projections) -> Returning:
+    """Start to add the gradients of all foreign seats to those at their homes, in place. Every rank calls it.
 
     Sums run in fp32 (fp64 for fp64) in an order that depends on the seats alone, the home's own gradient first, and are
-    rounded once, to the home gradient's dtype.
+    rounded once, to the home gradient's dtype. Home gradients are not touched before `Returning.wait`: they may still
+    be computed meanwhile.
 
     Args:
         seats: all ranks' seats with homes, alike on every rank.
@@ -108,20 +145,20 @@ def return_gradients(comm: Comm, seats: Seats, foreign: Projections | None, home
         home: gate_up (L, 2I, H) and down (L, H, I) gradients of this rank's home experts, contiguous. None, here and in
             `foreign`: a projection without gradients, on all ranks alike.
 
-    Returns:
-        Bytes that this rank sent to other ranks.
-
     Raises:
         InputError: gradients of foreign seats missing, or of another shape than the seats and `home` say.
     """
     count = len(_foreign(seats, comm.rank))
     given = (None, None) if foreign is None else foreign
     wide = (_widened(given[0], home[0], count), _widened(given[1], home[1], count))
-    messages = return_messages(seats)
-    sums = _Sums(seats, comm.rank, messages, home, wide)
-    for turn in _rounds(messages, comm.rank).values():
-        sums.run(comm, turn)
-    return _sent_bytes(messages, comm.rank, wide)
+    return Returning(comm, seats, wide, home)
+
+
+def return_gradients(comm: Comm, seats: Seats, foreign: Projections | None, home: Projections) -> int:
+    """`start_return` and the wait for it: bytes that this rank sent to other ranks."""
+    returning = start_return(comm, seats, foreign, home)
+    returning.wait()
+    return returning.sent_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,13 +218,17 @@ class _Sums:
         self._missing = Counter(messages.expert_M[messages.receiver_M == rank].tolist())
         self._open: dict[int, int] = {}
 
-    def run(self, comm: Comm, turn: _Turn) -> None:
-        """One round: send, receive, add what came in."""
+    def ends(self, turn: _Turn) -> tuple[list[Parts], Ends, Ends]:
+        """Of one round: where each of its gradients arrives, and what is sent and received, in order."""
         sends = [(end, part) for end, expert in turn.sends for part in self._rows.of(expert)]
-        arrived = [[tensor[place] for tensor in self._staging] for place in range(len(turn.receives))]
-        ends = [end for end, _ in turn.receives]
-        receives = [(end, part) for end, parts in zip(ends, arrived, strict=True) for part in parts]
-        Exchange(comm, sends, receives).wait()
+        arriving = [[tensor[place] for tensor in self._staging] for place in range(len(turn.receives))]
+        receives = [
+            (end, part) for (end, _), parts in zip(turn.receives, arriving, strict=True) for part in parts
+        ]
+        return arriving, sends, receives
+
+    def add(self, turn: _Turn, arrived: list[Parts]) -> None:
+        """Add what came in."""
         for (_, expert), parts in zip(turn.receives, arrived, strict=True):
             self._add(expert, parts)
 

@@ -9,7 +9,9 @@ source and Q kept pairs at this rank's seats, of the whole call or of one part o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,12 +20,13 @@ from torch import Tensor
 from lrmoe.distributed.probe import current
 from lrmoe.layer.buffers import Needs, Rows, WeightGrads, Weights, scratch
 from lrmoe.layer.call import Call
-from lrmoe.layer.experts import experts_backward
+from lrmoe.layer.experts import experts_backward, first_weight_gradients
 from lrmoe.layer.forward import Walked
 from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, reroute
 from lrmoe.layer.routing import Layout
-from lrmoe.layer.wire import Arrival, return_rows, send_alike, send_back, send_rows, sum_by_token
+from lrmoe.layer.weights import Home
+from lrmoe.layer.wire import Arrival, send_alike, send_rows, start_back, start_return, sum_by_token
 from lrmoe.ops import upload
 from lrmoe.planning.cells import carry_stands
 from lrmoe.planning.problem import IntArray
@@ -59,6 +62,7 @@ class Back:
         walked: what forward left. x_TH: the layer's input in the compute dtype, where inputs travel again.
         g_TH: gradient at the output. order_N: flat pair ids by expert.
         scale_N: routing weight times 1/pi, weight_N: 1/pi or None for 1; both by expert.
+        later: takes what is left for the time while input gradients travel; None where nothing is.
     """
 
     call: Call
@@ -74,11 +78,34 @@ class Back:
     scale_N: Tensor
     weight_N: Tensor | None
     wanted: Wanted
+    later: Later | None
 
     def source(self, at: Tensor | None) -> Tensor | None:
         """Positions, among this source's pairs by expert, of the kept pairs at positions of the order of sending."""
         source_P = self.route.source_P
         return at if source_P is None else source_P if at is None else source_P[at]
+
+
+@dataclass(kw_only=True, eq=False)
+class Later:
+    """What is computed while input gradients travel: first projections' weight gradients, foreign seats' first.
+
+    Attributes:
+        gradients: compute them, of foreign or of home seats.
+        home: gradients of the parameters; those of copies have begun to travel.
+    """
+
+    gradients: list[Callable[..., None]] = field(default_factory=list)
+    home: Home | None = None
+
+    def run(self, give_back: Callable[[], Home]) -> None:
+        """Compute everything; copies' gradients go home as soon as they are there."""
+        for gradient in self.gradients:
+            gradient(foreign=True)
+        self.home = give_back()
+        for gradient in self.gradients:
+            gradient(foreign=False)
+        self.gradients.clear()
 
 
 def walk_backward(
@@ -99,7 +126,7 @@ def walk_backward(
         g_TH: gradient at the output, any strides, compute dtype. x_TH: the layer's input, where it may travel again.
         alpha_TK: routing weights; order_N: flat pair ids by expert.
     """
-    clock, lease = call.open_call.clock, call.storage.borrow(call, gate_up, down)
+    clock, weights = call.open_call.clock, call.storage.borrow(call, gate_up, down)
     alpha_N = alpha_TK.reshape(-1)[order_N]
     weight_N = walked.weight_N
     if call.scored and not call.selects_early:
@@ -107,13 +134,13 @@ def walk_backward(
     with clock.phase("reroute"):
         route = reroute(call, walked.place_N, weight_N, g_TH.device, walked.kept_RQ)
         call.plan = call.budget.refit(call.plan, route.kept_RQ)
+        overlaps = _overlaps(call, route, wanted)
         if call.budget.binds:
             call.open_call.record.peak_predicted = call.budget.peak(call.plan, call.comm.rank)
             call.open_call.record.chunks = max(call.plan.forward_chunks, call.plan.backward_chunks)
     scale_N = alpha_N.to(call.scale_dtype())
-    weights, parts = lease(), call.plan.backward_chunks
+    parts = call.plan.backward_chunks
     add = parts > 1 or (route.carried and not route.all_carried)
-    del lease
     back = Back(
         call=call,
         walked=walked,
@@ -128,15 +155,29 @@ def walk_backward(
         scale_N=scale_N if weight_N is None else scale_N * weight_N,
         weight_N=weight_N,
         wanted=wanted,
+        later=Later() if overlaps else None,
     )
     x_grad, alpha_grad = _in_parts(back, parts)
     if wanted.alpha and walked.y_NH is not None:
         with clock.phase("return"):
             alpha_grad = _full_alpha(back)
-    grads = back.grads
-    del back, weights  # copies of foreign weights are not read again
-    d_gate_up, d_down = call.storage.give_back(call, grads)
+    weights.release()
+    home = None if back.later is None else back.later.home
+    if home is None:
+        home = call.storage.give_back(call, back.grads)
+    d_gate_up, d_down = home()
     return Gradients(x_TH=x_grad, alpha_TK=alpha_grad, gate_up=d_gate_up, down=d_down)
+
+
+def _overlaps(call: Call, route: Route, wanted: Wanted) -> bool:
+    """Whether the first projection's weight gradients wait until input gradients travel.
+
+    Their own gradients are all held meanwhile: not where activations are computed again for want of memory, nor where a
+    budget has no room for them.
+    """
+    if call.comm.size == 1 or call.plan.backward_chunks > 1 or not (wanted.x and wanted.gate_up):
+        return False
+    return call.keeps_rows and call.budget.overlaps(call.plan, route.kept_RQ)
 
 
 def _gradient_buffers(call: Call, weights: Weights, wanted: Wanted, add: bool) -> WeightGrads:
@@ -193,6 +234,7 @@ def _part(
     token_P = pair_P // max(call.slots, 1)
     g = send_rows(call, layout, back.g_TH, token_P, columns, pack="pack", travel="exchange", part="backward")
     x_carried = _carried_inputs(back, g, cells_RV, token_P)
+    back.weights.start()
     dx_QH = scratch.take("dx", (layout.received, back.g_TH.shape[1]), back.g_TH) if back.wanted.x else None
     with clock.phase("experts_backward"):
         dot_Q = _experts(back, layout, g, x_carried, token_P, places, dx_QH)
@@ -201,15 +243,22 @@ def _part(
     g = g.emptied()
     del x_carried
     with clock.phase("return"):
+        rows = None if dx_QH is None else start_return(call, g, dx_QH, None, "return")
+        del dx_QH
+        dots = None if alpha is None else start_back(call, layout.to_received(dot_Q), layout, "return")
+    if rows is not None:
+        call.open_call.ledger.add("backward", rows.received)
+    if back.later is not None:
+        back.weights.release()
+        with clock.phase("experts_backward"):
+            back.later.run(lambda: call.storage.give_back(call, back.grads))
+    with clock.phase("return"):
         x_grad = None
-        if dx_QH is not None:
-            rows = return_rows(call, g, dx_QH, None, "return")
-            call.open_call.ledger.add("backward", rows)
-            del dx_QH
-            x_grad = sum_by_token(g, rows, pair_P, back.alpha_TK.shape, None)
+        if rows is not None:
+            x_grad = sum_by_token(g, rows.wait(), pair_P, back.alpha_TK.shape, None)
             del rows
-        if alpha is not None:
-            dot_P = send_back(call, layout.to_received(dot_Q), layout, "return")
+        if alpha is not None and dots is not None:
+            dot_P = dots.wait()
             alpha[pair_P] = dot_P if back.weight_N is None else dot_P * back.weight_N[_all(source_P)]
     return x_grad
 
@@ -270,9 +319,15 @@ def _run(
 ) -> Tensor:
     index = None if g.out_index is None else g.out_index[at]
     out = dx_QH if dx_QH is None or index is not None else dx_QH[at]
+    later, weights, dh = back.later, back.weights, None
+    if later is not None:
+        dh = scratch.lasting((sum(counts), weights.gate_up.shape[1]), weights.gate_up)
+        back.call.open_call.ledger.follow(dh)
+        left = partial(first_weight_gradients, dh, x, counts, weights.homes, back.grads, add=back.add)
+        later.gradients.append(left)
     return experts_backward(
-        back.weights, x, h, g.rows.part(at), g.columns[0][at], counts, dx=out, dx_index=index,
-        grads=back.grads, add=back.add,
+        weights, x, h, g.rows.part(at), g.columns[0][at], counts, dx=out, dx_index=index, grads=back.grads,
+        add=back.add, dh=dh,
     )  # fmt: skip
 
 

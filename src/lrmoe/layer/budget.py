@@ -118,15 +118,17 @@ class CallBudget:
             )
         )
 
-    def predict(self, plan: LayerPlan, kept_RQ: IntArray | None = None) -> CallMemory:
-        """The memory of a plan's call, parameters included."""
+    def predict(
+        self, plan: LayerPlan, kept_RQ: IntArray | None = None, *, overlaps: bool = False
+    ) -> CallMemory:
+        """The memory of a plan's call, parameters included; `overlaps` as in `CallWalk.memory`."""
         key = (id(plan.assign_RJ), id(plan.quota_E))
         walk = self._walks.get(key)
         if walk is None:
             walk = self._walks[key] = CallWalk(self.sizes(plan.exact), plan)
         if self.config.recompute and not plan.recompute:
             plan = replace(plan, recompute=True)
-        return walk.memory(plan, kept_RQ)
+        return walk.memory(plan, kept_RQ, overlaps=overlaps)
 
     def peak(self, plan: LayerPlan, rank: int) -> int:
         """Predicted bytes of the call on a rank at its largest moment, parameters included."""
@@ -153,6 +155,16 @@ class CallBudget:
         plan = replace(plan, backward_chunks=chunks)
         self.memory = self.predict(plan, kept_RQ)
         return plan
+
+    def overlaps(self, plan: LayerPlan, kept_RQ: IntArray) -> bool:
+        """Whether weight gradients may wait until input gradients travel: always, or where that fits on all ranks."""
+        if not self.binds:
+            return True
+        memory = self.predict(plan, kept_RQ, overlaps=True)
+        fits = bool((self._needs(memory)[1] <= self._budget).all())
+        if fits:
+            self.memory = memory
+        return fits
 
     def end(self) -> None:
         """The backward is done: nothing of the call waits."""

@@ -6,9 +6,10 @@ rows of a source buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -24,20 +25,66 @@ def release_scratch() -> None:
     scratch.release()
 
 
+Wait = Callable[[], tuple[Tensor, Tensor]]  # gives gate_up (F, 2I, H) and down (F, H, I) of foreign seats
+
+
+class Slots:
+    """Weights of this rank's foreign seats, brought here beside what the call does meanwhile.
+
+    Args:
+        count: F. begin: starts to bring them; what it gives waits for them.
+    """
+
+    def __init__(self, count: int, begin: Callable[[], Wait]) -> None:
+        self.count = count
+        self._begin = begin
+        self._wait: Wait | None = None
+        self._weights: tuple[Tensor, Tensor] | None = None
+        self._released = False
+
+    @classmethod
+    def here(cls, gate_up: Tensor, down: Tensor) -> Slots:
+        """Weights that need not be brought."""
+        return cls(gate_up.shape[0], lambda: lambda: (gate_up, down))
+
+    def start(self) -> None:
+        """Begin, once. Every rank does, at the same point between its exchanges."""
+        if self._wait is None:
+            self._wait = self._begin()
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """gate_up and down; every rank calls it, as others may wait for what it passes on."""
+        self.start()
+        if self._weights is None:
+            assert self._wait is not None, "begun"
+            self._weights = self._wait()
+        return self._weights
+
+    def release(self) -> None:
+        """Finish, and let go of the weights: nobody reads them again."""
+        if not self._released:
+            self.wait()
+            self._released, self._weights = True, None
+            self._begin = self._wait = _gone
+
+
+def _gone() -> NoReturn:
+    raise AssertionError("weights of foreign seats are read after their release")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
     """Weights of this rank's seats in the compute dtype.
 
     Attributes:
         gate_up: (L, 2I, H), gate first; down: (L, H, I); activation: a name of ops.ACTIVATIONS.
-        slot_gate_up, slot_down: the same of foreign seats (F first), or None where there is none.
+        slots: those of foreign seats, or None where no rank has any.
     """
 
     gate_up: Tensor
     down: Tensor
     activation: str
-    slot_gate_up: Tensor | None = None
-    slot_down: Tensor | None = None
+    slots: Slots | None = None
 
     @property
     def homes(self) -> int:
@@ -45,13 +92,27 @@ class Weights:
         return self.gate_up.shape[0]
 
     def of(self, seats: slice) -> tuple[Tensor, Tensor]:
-        """gate_up and down of consecutive seats, all of them home seats or all foreign."""
+        """gate_up and down of consecutive seats, all of them home seats or all foreign, which are waited for."""
         if seats.start < self.homes:
             return self.gate_up[seats], self.down[seats]
-        assert self.slot_gate_up is not None, "foreign seats have slots"
-        assert self.slot_down is not None, "foreign seats have slots"
+        assert self.slots is not None, "foreign seats have slots"
+        gate_up, down = self.slots.wait()
         slots = slice(seats.start - self.homes, seats.stop - self.homes)
-        return self.slot_gate_up[slots], self.slot_down[slots]
+        return gate_up[slots], down[slots]
+
+    def start(self) -> None:
+        """Let the foreign ones come: rows that they compute with are here, and nothing else is on the wire."""
+        if self.slots is not None:
+            self.slots.start()
+
+    def release(self) -> None:
+        """Let go of the foreign ones, on every rank, also one that has none."""
+        if self.slots is not None:
+            self.slots.release()
+
+    def foreign(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """gate_up and down of all foreign seats, waited for; on every rank, also one that has none."""
+        return (None, None) if self.slots is None else self.slots.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +137,19 @@ class WeightGrads:
         cls, weights: Weights, needs: Needs, *, home: torch.dtype, slots: torch.dtype, zero: bool
     ) -> WeightGrads:
         """Buffers for the gradients in the given dtypes: zeros to add to, or uninitialised."""
+        foreign = None if weights.slots is None else weights.slots.count
 
-        def buffer(tensor: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor | None:
-            if tensor is None or not needed:
+        def buffer(like: Tensor, experts: int | None, needed: bool, dtype: torch.dtype) -> Tensor | None:
+            if experts is None or not needed:
                 return None
-            found = empty(tuple(tensor.shape), tensor, dtype=dtype)
+            found = empty((experts, *like.shape[1:]), like, dtype=dtype)
             return found.zero_() if zero else found
 
         return cls(
-            gate_up=buffer(weights.gate_up, needs.gate_up, home),
-            down=buffer(weights.down, needs.down, home),
-            slot_gate_up=buffer(weights.slot_gate_up, needs.gate_up, slots),
-            slot_down=buffer(weights.slot_down, needs.down, slots),
+            gate_up=buffer(weights.gate_up, weights.homes, needs.gate_up, home),
+            down=buffer(weights.down, weights.homes, needs.down, home),
+            slot_gate_up=buffer(weights.gate_up, foreign, needs.gate_up, slots),
+            slot_down=buffer(weights.down, foreign, needs.down, slots),
         )
 
     def of(self, seats: slice, homes: int) -> tuple[Tensor | None, Tensor | None]:

@@ -81,6 +81,12 @@ class Call:
         return experts
 
     @property
+    def foreign(self) -> int:
+        """How many of them are foreign."""
+        mine = self.seats.of(self.comm.rank)
+        return int(self.seats.foreign_Q[mine].sum())
+
+    @property
     def scored(self) -> bool:
         """Whether backward will need scores."""
         return self.differentiable and (
@@ -115,6 +121,15 @@ class Call:
     def lean(self) -> bool:
         """Whether a token crosses once for all its experts of a rank."""
         return self.comm.size > 1 and self.config.lean and not self.keeps_outputs
+
+    def book_slots(self, *weights: Tensor) -> None:
+        """Count weights of foreign seats: under replicas in forward; in backward they come once more, under no part."""
+        ledger = self.open_call.ledger
+        for tensor in weights:
+            if ledger.sealed:
+                ledger.follow(tensor)
+            else:
+                ledger.add("replicas", tensor)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """The tensor in the compute dtype; the time of a real cast counts as the experts'."""

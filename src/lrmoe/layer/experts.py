@@ -121,6 +121,7 @@ def experts_backward(
     dx_index: Tensor | None,
     grads: WeightGrads,
     add: bool = False,
+    dh: Tensor | None = None,
 ) -> Tensor:
     """Backward of kept rows only.
 
@@ -131,6 +132,8 @@ def experts_backward(
         counts: kept rows of each seat.
         dx: (M, H) buffer for input gradients, filled as `out` in forward.
         grads: weight gradients, written (exact zeros for seats without rows), or added to with `add`.
+        dh: (M, 2I) buffer for gradients at the first projection, from which `first_weight_gradients` computes the
+            weights' later; None: they are computed here.
 
     Returns:
         (M,) <gradient, expert output> of each row before scaling.
@@ -138,16 +141,32 @@ def experts_backward(
     dot_M = scale_M.new_empty(sum(counts))
     for seats, at in blocks(counts, weights.homes, scale_M.device):
         part, found = counts[seats], grads.of(seats, weights.homes)
-        dh, x_rows = _block_backward(
-            weights, x, h, g, scale_M[at], part, seats, at, dot=dot_M[at], grads=found, add=add
-        )
-        if found[0] is not None:
-            _first_weight_gradient(dh, x, x_rows, at, part, found[0], add)
+        dh_rows, x_rows = _block_backward(
+            weights, x, h, g, scale_M[at], part, seats, at, dot=dot_M[at], grads=found, add=add,
+            dh=None if dh is None else dh[at],
+        )  # fmt: skip
+        if found[0] is not None and dh is None:
+            _first_weight_gradient(dh_rows, x, x_rows, at, part, found[0], add)
         del x_rows
         if dx is not None:
-            _input_gradient(dh, weights.of(seats)[0], part, dx, dx_index, at)
-        del dh
+            _input_gradient(dh_rows, weights.of(seats)[0], part, dx, dx_index, at)
+        del dh_rows
     return dot_M
+
+
+def first_weight_gradients(
+    dh: Tensor, x: Rows, counts: Sequence[int], homes: int, grads: WeightGrads, *, add: bool, foreign: bool
+) -> None:
+    """The first projection's weight gradients that `experts_backward` left, as it would have computed them.
+
+    Args:
+        dh: (M, 2I), filled by it; the others as given to it. homes: seats before the foreign ones.
+        foreign: those of foreign seats; else those of home seats.
+    """
+    for seats, at in blocks(counts, homes, dh.device):
+        out = grads.of(seats, homes)[0]
+        if out is not None and (seats.start >= homes) == foreign:
+            _first_weight_gradient(dh[at], x, None, at, counts[seats], out, add)
 
 
 def _block_backward(
@@ -163,18 +182,23 @@ def _block_backward(
     dot: Tensor,
     grads: tuple[Tensor | None, Tensor | None],
     add: bool,
+    dh: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """One block as far as the gradient at the first projection, and its inputs where they are there; the rest of its
     scratch ends here.
+
+    Args:
+        dh: where the gradient shall lie; its inputs are then not packed for weight gradients, which come later.
     """
     gate_up, down = weights.of(seats)
     g_rows, scale, early = _prescaled(g.take("g", at.start, at.stop), scale)
-    packs = h is None or (grads[0] is not None and _packs_early(x))
+    packs = h is None or (grads[0] is not None and dh is None and _packs_early(x))
     x_rows = x.take("x", at.start, at.stop) if packs else None
     h_rows, h_index = _hidden(gate_up, x_rows, h, at, part)
     dphi = scratch.take("dphi", (g_rows.shape[0], down.shape[2]), g_rows)
     grouped_mm_input(g_rows, down, part, out=dphi)
-    dh = scratch.take("dh", (dphi.shape[0], h_rows.shape[1]), h_rows)
+    if dh is None:
+        dh = scratch.take("dh", (dphi.shape[0], h_rows.shape[1]), h_rows)
     dh, phi, found = gated_activation_backward(
         dphi, h_rows, scale, weights.activation, out=dh, index_N=h_index
     )

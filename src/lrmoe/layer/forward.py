@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from lrmoe.distributed.probe import current
-from lrmoe.layer.buffers import Rows, scratch
+from lrmoe.layer.buffers import Rows, Weights, scratch
 from lrmoe.layer.call import Call, KeptSet
 from lrmoe.layer.choice import choose_seats, in_order
 from lrmoe.layer.early import Stays, fix_kept, keep_inputs
 from lrmoe.layer.experts import experts_forward
 from lrmoe.layer.routing import Layout
-from lrmoe.layer.weights import Lease
 from lrmoe.layer.wire import return_rows, send_back, send_columns, send_rows, sum_by_token
 from lrmoe.ops import gather_rows, upload
 from lrmoe.planning.cells import part_of_cells, ranges
@@ -70,7 +69,7 @@ def walk_forward(
     Args:
         x_TH: compute dtype. order_N: int64 (N,), flat pair ids sorted by expert.
     """
-    lease = call.storage.borrow(call, gate_up, down)
+    weights = call.storage.borrow(call, gate_up, down)
     with call.open_call.clock.phase("pack"):
         place_N = _sending_order(call, order_N, x_TH.shape[0])
         pair_N = order_N if place_N is None else order_N[place_N]
@@ -78,14 +77,14 @@ def walk_forward(
     if call.selects_early and not call.config.needs_phi:
         kept = fix_kept(call, alpha_TK, order_N, place_N, None)
     if call.plan.forward_chunks > 1:
-        walked = _in_parts(call, x_TH, alpha_TK, pair_N, place_N, lease)
+        walked = _in_parts(call, x_TH, alpha_TK, pair_N, place_N, weights)
         if kept is None and call.selects_early:
             kept = fix_kept(call, alpha_TK, order_N, place_N, walked.phi_norm_N)
         return walked if kept is None else _with_kept(walked, kept)
     with call.open_call.clock.phase("plan"):
         layout = Layout.build(call.seats.assign_RQ, call.seats.starts_R, call.comm.rank, x_TH.device)
     stays = Stays.of(call, kept, place_N) if kept is not None and call.keeps_rows else None
-    part = _forward_part(call, x_TH, alpha_TK, pair_N, layout, lease, stays)
+    part = _forward_part(call, x_TH, alpha_TK, pair_N, layout, weights, stays)
     if part.norm_N is not None and place_N is not None:
         part.norm_N = torch.empty_like(part.norm_N).index_copy_(0, place_N, part.norm_N)
     if kept is None and call.selects_early:
@@ -148,7 +147,7 @@ def _forward_part(
     alpha_TK: Tensor,
     pair_N: Tensor,
     layout: Layout,
-    lease: Lease,
+    weights: Weights,
     stays: Stays | None = None,
 ) -> _Part:
     """Some pairs from their tokens to their experts and back; a token without any of them gets zeros.
@@ -171,13 +170,8 @@ def _forward_part(
         travel="dispatch",
         part="dispatched",
     )
-    weights = lease()
+    weights.start()
     ledger.add("weights", weights.gate_up, weights.down)
-    ledger.add("replicas", weights.slot_gate_up, weights.slot_down)
-    current().weights(
-        call.seated[weights.homes :],
-        {"copy of gate_up_proj": weights.slot_gate_up, "copy of down_proj": weights.slot_down},
-    )
     with clock.phase("select"):
         some = None if stays is None else stays.at_seats(call, arrival.columns[0])
     with clock.phase("experts"):
@@ -187,6 +181,10 @@ def _forward_part(
             stash=call.keeps_rows if some is None else some, norms=call.scored and call.config.needs_phi,
         )  # fmt: skip
         current().experts("output", y_MH, arrival.out_index, call.seated, layout.segments_S)
+    gate_up, down = weights.foreign()
+    current().weights(
+        call.seated[weights.homes :], {"copy of gate_up_proj": gate_up, "copy of down_proj": down}
+    )
     rows = None
     if some is not None:
         with clock.phase("pack"):
@@ -204,7 +202,7 @@ def _forward_part(
 
 
 def _in_parts(
-    call: Call, x_TH: Tensor, alpha_TK: Tensor, pair_N: Tensor, place_N: Tensor | None, lease: Lease
+    call: Call, x_TH: Tensor, alpha_TK: Tensor, pair_N: Tensor, place_N: Tensor | None, weights: Weights
 ) -> Walked:
     """Forward a part of every rank's rows at a time: only one part's buffers are alive, and nothing stays."""
     seats, rank, parts = call.seats, call.comm.rank, call.plan.forward_chunks
@@ -219,7 +217,7 @@ def _in_parts(
         at = upload(ranges(begin_Q, cells_RQ[rank]), x_TH.device)
         begin_Q = begin_Q + cells_RQ[rank]
         layout = Layout.build(cells_RQ, seats.starts_R, rank, x_TH.device)
-        part = _forward_part(call, x_TH, alpha_TK, pair_N[at], layout, lease)
+        part = _forward_part(call, x_TH, alpha_TK, pair_N[at], layout, weights)
         out_TH.add_(part.out_TH)
         if norm_N is not None and part.norm_N is not None:
             norm_N[at if place_N is None else place_N[at]] = part.norm_N

@@ -5,15 +5,14 @@ Shape letters: E experts, P elements of a shard, S seats of this rank, H hidden,
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lrmoe.distributed import Comm
 from lrmoe.distributed.sharded import Cuts, KeptShards, fetch_shards, return_shards
-from lrmoe.layer.buffers import WeightGrads, Weights
-from lrmoe.layer.weights import Lease
+from lrmoe.layer.buffers import Slots, Wait, WeightGrads, Weights
+from lrmoe.layer.weights import Home
 
 if TYPE_CHECKING:
     from lrmoe.layer.call import Call
@@ -36,45 +35,44 @@ class Sharded:
         self._cuts = cuts
         self._kept = KeptShards(comm, cuts) if per_step else None
 
-    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
-        """Start to build this rank's seats, which are slots like those of copies; the result waits for them."""
-        gate_up, down = call.cast(gate_up), call.cast(down)
+    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Weights:
+        """Begin to build this rank's seats, which are slots like those of copies."""
+        shards = (call.cast(gate_up), call.cast(down))
         if not call.open_call.ledger.sealed:
-            call.open_call.ledger.add("weights", gate_up, down)
+            call.open_call.ledger.add("weights", *shards)
         if call.comm.size == 1:
-            whole = fetch_shards(call.comm, call.seats, gate_up, down, self._cuts).wait()
-            weights = Weights(gate_up=whole[0], down=whole[1], activation=call.activation)
-            return lambda: weights
+            whole = fetch_shards(call.comm, call.seats, *shards, self._cuts).wait()
+            return Weights(gate_up=whole[0], down=whole[1], activation=call.activation)
         with call.open_call.clock.phase("replicas"):
             if self._kept is not None and call.moment is not None:
-                pending = self._kept.fetch(call.seats, gate_up, down)
+                pending = self._kept.fetch(call.seats, *shards)
             else:
-                pending = fetch_shards(call.comm, call.seats, gate_up, down, self._cuts)
+                pending = fetch_shards(call.comm, call.seats, *shards, self._cuts)
         call.open_call.sent("replicas", pending.sent_bytes)
 
-        @cache
-        def wait() -> Weights:
+        def begin() -> Wait:  # no rank has home seats to compute with meanwhile
             with call.open_call.clock.phase("replicas"):
-                built = pending.wait()
-            return Weights(
-                gate_up=built[0][:0],
-                down=built[1][:0],
-                activation=call.activation,
-                slot_gate_up=built[0],
-                slot_down=built[1],
-            )
+                gate_up, down = pending.wait()
+            call.book_slots(gate_up, down)
+            return lambda: (gate_up, down)
 
-        return wait
+        none = [s.new_empty((0, cut.rows, cut.columns)) for s, cut in zip(shards, self._cuts, strict=True)]
+        slots = Slots(len(call.seated), begin)
+        return Weights(gate_up=none[0], down=none[1], activation=call.activation, slots=slots)
 
-    def give_back(self, call: Call, grads: WeightGrads) -> tuple[Tensor | None, Tensor | None]:
+    def give_back(self, call: Call, grads: WeightGrads) -> Home:
         """Gradients of this rank's shards: those of all seats, added once in a fixed order."""
         alone = call.comm.size == 1
         seats = (grads.gate_up, grads.down) if alone else (grads.slot_gate_up, grads.slot_down)
-        with call.open_call.clock.phase("replicas"):
-            shards, sent = return_shards(call.comm, call.seats, *seats, self._cuts)
-        call.open_call.sent("replicas", sent)
-        call.open_call.ledger.add("grads", *shards)
-        return shards
+
+        def wait() -> tuple[Tensor | None, Tensor | None]:
+            with call.open_call.clock.phase("replicas"):
+                shards, sent = return_shards(call.comm, call.seats, *seats, self._cuts)
+            call.open_call.sent("replicas", sent)
+            call.open_call.ledger.add("grads", *shards)
+            return shards
+
+        return wait
 
     def release(self) -> None:
         """Forget what was built: the optimizer has changed the shards."""

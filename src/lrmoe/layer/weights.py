@@ -1,24 +1,20 @@
-"""Where a call gets its experts' weights from, and where their gradients go: one class per storage kind.
-
-Shape letters: L home experts, F foreign seats, S seats of this rank, H hidden, I expert width.
-"""
+"""Where a call gets its experts' weights from, and where their gradients go: one class per storage kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from lrmoe.distributed.replicas import fetch_replicas, return_gradients
-from lrmoe.layer.buffers import WeightGrads, Weights
+from lrmoe.distributed.replicas import fetch_replicas, start_return
+from lrmoe.layer.buffers import Slots, Wait, WeightGrads, Weights
 
 if TYPE_CHECKING:
     from lrmoe.layer.call import Call
 
-Lease = Callable[[], Weights]  # waits for what was fetched; every call gives the same
+Home = Callable[[], tuple[Tensor | None, Tensor | None]]  # gradients of the parameters, waited for
 
 
 class Storage(Protocol):
@@ -28,11 +24,14 @@ class Storage(Protocol):
     def homes(self) -> bool:
         """Whether every home expert has a seat (a rank owns its weights) or only the plan's instances."""
 
-    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
-        """Start to bring the weights of this rank's seats here; the result waits for them."""
+    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Weights:
+        """Weights of this rank's seats; those that lie elsewhere come once `Weights.start` has been called."""
 
-    def give_back(self, call: Call, grads: WeightGrads) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of the parameters from those of this rank's seats."""
+    def give_back(self, call: Call, grads: WeightGrads) -> Home:
+        """Start to turn the gradients of this rank's seats into those of the parameters; the result waits for them.
+
+        Those of foreign seats are complete, those of home seats once the result is called.
+        """
 
 
 @dataclass(frozen=True)
@@ -41,36 +40,37 @@ class Owned:
 
     homes: bool = True
 
-    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
+    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Weights:
         """Home weights where they lie; copies of foreign experts into slots."""
-        home_gate_up, home_down = call.cast(gate_up), call.cast(down)
-        if not call.seats.spread:
-            home = Weights(gate_up=home_gate_up, down=home_down, activation=call.activation)
+        gate_up, down = call.cast(gate_up), call.cast(down)
+
+        def begin() -> Wait:
+            with call.open_call.clock.phase("replicas"):
+                pending = fetch_replicas(call.comm, call.seats, gate_up, down)
+            call.open_call.sent("replicas", pending.sent_bytes)
+            call.book_slots(*pending.slots)
+
+            def wait() -> tuple[Tensor, Tensor]:
+                with call.open_call.clock.phase("replicas"):
+                    return pending.wait()
+
+            return wait
+
+        slots = Slots(call.foreign, begin) if call.seats.spread else None
+        return Weights(gate_up=gate_up, down=down, activation=call.activation, slots=slots)
+
+    def give_back(self, call: Call, grads: WeightGrads) -> Home:
+        """Home gradients, those of copies added once in a fixed order."""
+        home = (grads.gate_up, grads.down)
+        if not call.seats.spread or home == (None, None):
             return lambda: home
         with call.open_call.clock.phase("replicas"):
-            pending = fetch_replicas(call.comm, call.seats, home_gate_up, home_down)
-        call.open_call.sent("replicas", pending.sent_bytes)
+            returning = start_return(call.comm, call.seats, (grads.slot_gate_up, grads.slot_down), home)
+        call.open_call.sent("replicas", returning.sent_bytes)
 
-        @cache
-        def wait() -> Weights:
+        def wait() -> tuple[Tensor | None, Tensor | None]:
             with call.open_call.clock.phase("replicas"):
-                slot_gate_up, slot_down = pending.wait()
-            return Weights(
-                gate_up=home_gate_up,
-                down=home_down,
-                activation=call.activation,
-                slot_gate_up=slot_gate_up,
-                slot_down=slot_down,
-            )
+                returning.wait()
+            return home
 
         return wait
-
-    def give_back(self, call: Call, grads: WeightGrads) -> tuple[Tensor | None, Tensor | None]:
-        """Home gradients, those of copies added once in a fixed order."""
-        if call.seats.spread and (grads.gate_up is not None or grads.down is not None):
-            with call.open_call.clock.phase("replicas"):
-                sent = return_gradients(
-                    call.comm, call.seats, (grads.slot_gate_up, grads.slot_down), (grads.gate_up, grads.down)
-                )
-            call.open_call.sent("replicas", sent)
-        return grads.gate_up, grads.down

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.distributed.comm import Arriving
 from lrmoe.layer.buffers import Rows, scratch
 from lrmoe.layer.call import Call
 from lrmoe.layer.choice import unique_rows
@@ -170,15 +171,22 @@ def return_rows(call: Call, arrival: Arrival, rows: Tensor, weight_M: Tensor | N
         rows: (M, H), laid as `arrival.out_index` says.
         weight_M: factor of each result where they are summed here, (seat, source) order.
     """
+    return start_return(call, arrival, rows, weight_M, travel).wait()
+
+
+def start_return(
+    call: Call, arrival: Arrival, rows: Tensor, weight_M: Tensor | None, travel: str
+) -> Arriving:
+    """`return_rows` that goes on beside what the caller does next."""
     layout, lean = arrival.layout, arrival.lean
     if lean is None:
-        return send_back(call, rows, layout, travel)
+        return start_back(call, rows, layout, travel)
     assert arrival.rows.index_M is not None, "a lean wire reads rows by index"
     row_M, ends = group_entries(arrival.rows.index_M, sum(lean.receive_R))
     sums = combine(rows, row_M, ends, None if weight_M is None else weight_M[row_M])
     _book_saving(call, layout.receive_R, lean.receive_R)
     call.open_call.sent(travel, call.comm.sent_bytes(sums, lean.receive_R))
-    return call.comm.all_to_all(sums, lean.receive_R, lean.send_R)
+    return call.comm.start_all_to_all(sums, lean.receive_R, lean.send_R)
 
 
 def sum_by_token(
@@ -200,8 +208,13 @@ def sum_by_token(
 
 def send_back(call: Call, rows: Tensor, layout: Layout, travel: str) -> Tensor:
     """Rows in received order, back at the rank they came from, in the order they were sent."""
+    return start_back(call, rows, layout, travel).wait()
+
+
+def start_back(call: Call, rows: Tensor, layout: Layout, travel: str) -> Arriving:
+    """`send_back` that goes on beside what the caller does next."""
     call.open_call.sent(travel, call.comm.sent_bytes(rows, layout.receive_R))
-    return call.comm.all_to_all(rows, layout.receive_R, layout.send_R)
+    return call.comm.start_all_to_all(rows, layout.receive_R, layout.send_R)
 
 
 def _lean_rows(call: Call, layout: Layout, token_N: Tensor, tokens: int, travel: str) -> LeanRows:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lrmoe.layer.buffers import Needs, Rows, WeightGrads, Weights, scratch
+from lrmoe.layer.buffers import Needs, Rows, Slots, WeightGrads, Weights, scratch
 from lrmoe.layer.experts import experts_backward, experts_forward
 from lrmoe.layer.routing import Layout, token_entries
 from lrmoe.ops import combine, gather_rows
@@ -50,7 +50,7 @@ class Rank:
         self.held = Held()
         self._weights = _seated(data, seats, rank, slots)
         self.held.add("weights", self._weights.gate_up, self._weights.down)
-        self.held.add("replicas", *_given(self._weights.slot_gate_up, self._weights.slot_down))
+        self.held.add("replicas", *_given(*self._weights.foreign()))
 
     def forward(self, *, stash: bool, norms: bool) -> None:
         """pack -> dispatch (handed over) -> experts -> combine.
@@ -238,10 +238,10 @@ def _seated(data: Data, seats: Seats, rank: int, slots: int) -> Weights:
 
     tables = (data.gate_up, data.down)
     home = [buffer(table, homes, expert_S[:homes]) for table in tables]
-    spare = [buffer(table, slots - homes, expert_S[homes:]) if slots > homes else None for table in tables]
-    return Weights(
-        gate_up=home[0], down=home[1], activation=ACTIVATION, slot_gate_up=spare[0], slot_down=spare[1]
-    )
+    spare = None
+    if slots > homes:
+        spare = Slots.here(*(buffer(table, slots - homes, expert_S[homes:]) for table in tables))
+    return Weights(gate_up=home[0], down=home[1], activation=ACTIVATION, slots=spare)
 
 
 def _inverse(order_M: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ __all__ = ["PHASES", "PhaseClock", "critical_path_ms"]
 
 
 class PhaseClock:
-    """Accumulates milliseconds per phase; phases do not nest.
+    """Accumulates milliseconds per phase; a phase inside another one interrupts it.
 
     Attributes:
-        latest: the phase that was begun last.
+        latest: the phase that was begun or resumed last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,22 +34,36 @@ class PhaseClock:
         self._busy: dict[str, float] = {}
         self._wall: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._open: str | None = None
+        self._since = (0.0, 0.0)
+        self._event: torch.cuda.Event | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Charge the enclosed work to a phase of PHASES."""
-        self.latest = name
-        if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((name, begin, end))
-            return
-        wall, busy = time.perf_counter(), time.thread_time()
+        outer = self._open
+        self._switch(name)
         yield
-        self._busy[name] = self._busy.get(name, 0.0) + (time.thread_time() - busy) * 1e3
-        self._wall[name] = self._wall.get(name, 0.0) + (time.perf_counter() - wall) * 1e3
+        self._switch(outer)
+
+    def _switch(self, name: str | None) -> None:
+        """Charge what has passed to the open phase, and open another one, or none."""
+        if self._cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+            if self._open is not None and self._event is not None:
+                self._events.append((self._open, self._event, now))
+            self._event = now
+        else:
+            wall, busy = time.perf_counter(), time.thread_time()
+            if self._open is not None:
+                since = self._since
+                self._wall[self._open] = self._wall.get(self._open, 0.0) + (wall - since[0]) * 1e3
+                self._busy[self._open] = self._busy.get(self._open, 0.0) + (busy - since[1]) * 1e3
+            self._since = (wall, busy)
+        self._open = name
+        if name is not None:
+            self.latest = name
 
     def ready(self) -> bool:
         """Whether `read` would not wait."""

@@ -22,10 +22,10 @@ from lrmoe.distributed import Comm
 from lrmoe.distributed.replicas import fetch_replicas, return_gradients
 from lrmoe.distributed.sharded import Cuts, gather_homes, return_shards, scatter_homes
 from lrmoe.experiments.systems.residence import Hosts, change, hosts_of, synchronise
-from lrmoe.layer.buffers import WeightGrads, Weights
+from lrmoe.layer.buffers import Slots, WeightGrads, Weights
 from lrmoe.layer.call import Call
 from lrmoe.layer.sharded import Sharded
-from lrmoe.layer.weights import Lease, Owned
+from lrmoe.layer.weights import Home, Owned
 from lrmoe.planning import LayerPlan
 
 Ends = Callable[[], bool]  # whether the micro-batch that is executed is the last of its step
@@ -41,19 +41,19 @@ class KeptCopies:
 
     def __init__(self) -> None:
         self._owned = Owned()
-        self._held: tuple[Call, Lease] | None = None
+        self._held: tuple[Call, Weights] | None = None
 
-    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
+    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Weights:
         """Fetched in forward; in backward what forward left."""
         if self._held is not None and self._held[0] is call:
-            lease, self._held = self._held[1], None
-            return lease
-        lease = self._owned.borrow(call, gate_up, down)
+            weights, self._held = self._held[1], None
+            return weights
+        weights = self._owned.borrow(call, gate_up, down)
         if not call.plan.moved.refetch_R.any():
-            self._held = (call, lease)
-        return lease
+            self._held = (call, weights)
+        return weights
 
-    def give_back(self, call: Call, grads: WeightGrads) -> tuple[Tensor | None, Tensor | None]:
+    def give_back(self, call: Call, grads: WeightGrads) -> Home:
         """As owned weights do."""
         return self._owned.give_back(call, grads)
 
@@ -73,32 +73,36 @@ class Residents:
         self._hosts_RE: Hosts | None = None  # before the first call: its layout, which costs nothing to reach
         self._sums: dict[int, Tensor] = {}
         self._open = False  # whether sums of this step are still to be synchronised, on all ranks alike
-        self._held: tuple[Call, Lease] | None = None
+        self._held: tuple[Call, Weights] | None = None
 
     def settle(self, plan: LayerPlan) -> None:
         """Take a plan's layout for the present one, without moving anything: of a step that is not executed."""
         self._hosts_RE = hosts_of(plan)
 
-    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
+    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Weights:
         """In forward the layout changes to the plan's; in backward it is there."""
         if self._held is not None and self._held[0] is call:
-            lease, self._held = self._held[1], None
-            return lease
+            weights, self._held = self._held[1], None
+            return weights
         self._move(call, gate_up, down)
-        lease = _uncounted(call, gate_up, down)
-        self._held = (call, lease)
-        return lease
+        weights = _uncounted(call, gate_up, down)
+        self._held = (call, weights)
+        return weights
 
-    def give_back(self, call: Call, grads: WeightGrads) -> tuple[Tensor | None, Tensor | None]:
+    def give_back(self, call: Call, grads: WeightGrads) -> Home:
         """Add up this rank's copies over the step, sum over copies at its end; bring home what the caller compares."""
-        self._collect(call, grads)
-        self._open = not self._ends()
-        if not self._open:
-            self._synchronise(call)
-        if call.seats.spread:
-            foreign = (grads.slot_gate_up, grads.slot_down)
-            return_gradients(call.comm, call.seats, foreign, (grads.gate_up, grads.down))
-        return grads.gate_up, grads.down
+
+        def home() -> tuple[Tensor | None, Tensor | None]:
+            self._collect(call, grads)
+            self._open = not self._ends()
+            if not self._open:
+                self._synchronise(call)
+            if call.seats.spread:
+                foreign = (grads.slot_gate_up, grads.slot_down)
+                return_gradients(call.comm, call.seats, foreign, (grads.gate_up, grads.down))
+            return grads.gate_up, grads.down
+
+        return home
 
     def _move(self, call: Call, gate_up: Tensor, down: Tensor) -> None:
         new_RE, old_RE = hosts_of(call.plan), self._hosts_RE
@@ -153,7 +157,7 @@ class FromShards:
         self._step: int | None = None  # that the shards are of
         self._shards: list[Tensor] = []
 
-    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Lease:
+    def borrow(self, call: Call, gate_up: Tensor, down: Tensor) -> Weights:
         """Cut the home experts once a step; the rest is the sharded storage's."""
         step = -1 if call.moment is None else call.moment.step
         if step != self._step:
@@ -163,29 +167,28 @@ class FromShards:
             self._step = step
         return self._sharded.borrow(call, self._shards[0], self._shards[1])
 
-    def give_back(self, call: Call, grads: WeightGrads) -> tuple[Tensor | None, Tensor | None]:
+    def give_back(self, call: Call, grads: WeightGrads) -> Home:
         """Gradients to the shards, and from there home, where the caller compares them."""
-        if self._per_step and not self._ends():
-            seats = (grads.slot_gate_up, grads.slot_down)
-            shards, _ = return_shards(call.comm, call.seats, *seats, self._cuts)
-        else:
-            shards = self._sharded.give_back(call, grads)
-        pairs = zip(shards, self._cuts, strict=True)
-        gate_up, down = (None if s is None else gather_homes(call.comm, s, cut) for s, cut in pairs)
-        return gate_up, down
+
+        def home() -> tuple[Tensor | None, Tensor | None]:
+            if self._per_step and not self._ends():
+                seats = (grads.slot_gate_up, grads.slot_down)
+                shards, _ = return_shards(call.comm, call.seats, *seats, self._cuts)
+            else:
+                shards = self._sharded.give_back(call, grads)()
+            pairs = zip(shards, self._cuts, strict=True)
+            gate_up, down = (None if s is None else gather_homes(call.comm, s, cut) for s, cut in pairs)
+            return gate_up, down
+
+        return home
 
 
-def _uncounted(call: Call, gate_up: Tensor, down: Tensor) -> Lease:
+def _uncounted(call: Call, gate_up: Tensor, down: Tensor) -> Weights:
     """Weights of all seats, brought here outside the clock."""
     gate_up, down = call.cast(gate_up), call.cast(down)
-    slots: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    slots = None
     if call.seats.spread:
-        slots = fetch_replicas(call.comm, call.seats, gate_up, down).wait()
-    weights = Weights(
-        gate_up=gate_up,
-        down=down,
-        activation=call.activation,
-        slot_gate_up=slots[0],
-        slot_down=slots[1],
-    )
-    return lambda: weights
+        there = fetch_replicas(call.comm, call.seats, gate_up, down).wait()
+        call.book_slots(*there)
+        slots = Slots.here(*there)
+    return Weights(gate_up=gate_up, down=down, activation=call.activation, slots=slots)

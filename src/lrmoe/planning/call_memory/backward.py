@@ -5,6 +5,8 @@ Shape letters: R ranks, E experts, Q seats of all ranks, V stands, P parts of a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from lrmoe.planning.call_memory.sizes import INDEX, Cells
@@ -19,11 +21,32 @@ from lrmoe.planning.transfers import transfers
 _DOT_ROWS = 4096  # pairs whose outputs meet their gradient together
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Block:
+    """The largest block of some pairs.
+
+    Attributes:
+        rows: int64 (P, R). gathers_h, computes_h, gathers_x: what it does with first projections and inputs.
+    """
+
+    rows: IntArray
+    gathers_h: bool
+    computes_h: bool
+    gathers_x: bool
+
+
 class BackwardWalk(Walk):
     """Backward of a call."""
 
     def _backward(
-        self, moments: Moments, plan: LayerPlan, kept_RQ: IntArray, kept: IntArray, sent_R: IntArray
+        self,
+        moments: Moments,
+        plan: LayerPlan,
+        kept_RQ: IntArray,
+        kept: IntArray,
+        sent_R: IntArray,
+        *,
+        overlaps: bool,
     ) -> None:
         sizes, shape = self.sizes, self.sizes.shape
         again = not self.alone and not self.keeps_rows(plan)
@@ -47,10 +70,15 @@ class BackwardWalk(Walk):
         slots = moments.take("replicas", self.foreign_R * sum(projections) * sizes.sum_bytes)
         if sizes.needs_alpha and not sizes.keeps_outputs:
             moments.take("outputs", sizes.tokens_R * sizes.slots * sizes.sum_bytes)
-        self._backward_parts(moments, plan, cells_RV, again, identity, position)
+        overlaps = overlaps and not (self.alone or again or parts > 1)
+        overlaps = overlaps and sizes.needs_x and sizes.needs_gate_up
+        staging = self._staging(wide) if overlaps else None
+        self._backward_parts(moments, plan, cells_RV, again, identity, position, lease, staging)
         if sizes.keeps_outputs and sizes.needs_alpha:
             self._full_alpha(moments, sent_R)
-        self._give_back(moments, lease, wide)
+        if staging is None:
+            moments.free(lease)
+            moments.brief("replicas", self._staging(wide))
         moments.free(slots, alpha, weight, route)
         for size, sums in zip(projections, grads, strict=True):
             if home_bytes != sizes.weight_bytes:
@@ -79,6 +107,8 @@ class BackwardWalk(Walk):
         again: bool,
         identity: bool,
         position: bool,
+        lease: Held | None,
+        staging: IntArray | None,
     ) -> None:
         sizes, seats, parts = self.sizes, self.seats, plan.backward_chunks
         starts_R = 2 * seats.starts_R
@@ -90,7 +120,9 @@ class BackwardWalk(Walk):
         carried: Cells | None = every if again else Cells.of(sizes, seats, cells_PRV * carry_V, starts_R)
         if carried is not None and not carried.pairs_in.any():
             carried = None
-        self._backward_part(moments, plan, cells_PRV, every, carried, again, identity, position)
+        self._backward_part(
+            moments, plan, cells_PRV, every, carried, again, identity, position, lease, staging
+        )
         moments.fold()
         if sizes.needs_x and (parts > 1 and sizes.sum_bytes != sizes.shape.element_bytes):
             moments.take("outputs", sizes.tokens_R * self.row)
@@ -106,7 +138,10 @@ class BackwardWalk(Walk):
         again: bool,
         identity: bool,
         position: bool,
+        lease: Held | None,
+        staging: IntArray | None,
     ) -> None:
+        """One part. Args: staging: bytes (R,) that copies' gradients need, where work is left until rows travel."""
         sizes, parts = self.sizes, plan.backward_chunks
         p, q = every.pairs_out, every.pairs_in
         vectors = INDEX * 2 * (parts > 1) + (0 if identity and parts == 1 else INDEX + sizes.sum_bytes)
@@ -123,10 +158,21 @@ class BackwardWalk(Walk):
             inputs, input_index = self._send(moments, "backward", carried, 0)
         dx = moments.take("backward", q * self.row) if sizes.needs_x else None
         dots = moments.take("scratch", sizes.sum_bytes * q)
-        self._experts_backward(moments, plan, cells_PRV, carried, again, position)
-        moments.free(g, inputs, input_index, mine)
+        dh = None if staging is None else moments.take("scratch", q * 2 * self.width)
+        blocks = self._blocks(plan, cells_PRV, again, position)
+        index_x = self._experts_backward(
+            moments, plan, cells_PRV, blocks, again, position, leaves=dh is not None
+        )
+        moments.free(g, mine)
+        if dh is None:
+            moments.free(inputs, input_index, index_x)
         if dx is not None:
-            rows = self._return(moments, "backward", every, dx)
+            rows, sent = self._return(moments, "backward", every, dx)
+            if staging is not None:
+                moments.free(lease)
+                travelling = self._later(moments, blocks, staging)
+                moments.free(dh, inputs, input_index, index_x)
+            moments.free(sent)
             out = self._sum_by_token(moments, "outputs", every, weighted=False)
             moments.free(rows)
             if parts > 1:
@@ -134,25 +180,45 @@ class BackwardWalk(Walk):
         if sizes.needs_alpha and not sizes.keeps_outputs:
             moments.brief("scratch", 0 if self.alone else sizes.sum_bytes * (q + p))
         moments.free(dots, index, *held)
+        if staging is not None:
+            moments.free(travelling)
+
+    def _blocks(
+        self, plan: LayerPlan, cells_PRV: IntArray, again: bool, position: bool
+    ) -> tuple[_Block, _Block]:
+        """The largest block of pairs that stay, and of those that move."""
+        sizes, seats, parts = self.sizes, self.seats, plan.backward_chunks
+        starts_R = 2 * seats.starts_R
+        rows_PV, table = cells_PRV.sum(axis=1), seat_table(seats.starts_R)
+        stay, move = (
+            largest_run(_halves(rows_PV, starts_R, second=second), table, self.local, sizes.block_rows)
+            for second in (False, True)
+        )
+        stashed = self.keeps_rows(plan)
+        scattered = position or (sizes.early and parts > 1)
+        in_order = sizes.early and stashed and parts == 1 and not (self.alone or sizes.lean)
+        return (
+            _Block(
+                rows=stay, gathers_h=stashed and scattered, computes_h=not stashed, gathers_x=not in_order
+            ),
+            _Block(rows=move, gathers_h=False, computes_h=True, gathers_x=True),
+        )
 
     def _experts_backward(
         self,
         moments: Moments,
         plan: LayerPlan,
         cells_PRV: IntArray,
-        carried: Cells | None,
+        blocks: tuple[_Block, _Block],
         again: bool,
         position: bool,
-    ) -> None:
+        *,
+        leaves: bool,
+    ) -> Held | None:
+        """Scratch of the experts; returns the index of their inputs."""
         sizes, seats = self.sizes, self.seats
-        starts_R = 2 * seats.starts_R
-        rows_PV = cells_PRV.sum(axis=1)
-        table = seat_table(seats.starts_R)
-        stays = _halves(rows_PV, starts_R, second=False)
-        moves = _halves(rows_PV, starts_R, second=True)
-        runs = (largest_run(rows, table, self.local, sizes.block_rows) for rows in (stays, moves))
-        stay, move = runs
-        kept, parts = None, plan.backward_chunks
+        rows_PV, parts, kept = cells_PRV.sum(axis=1), plan.backward_chunks, None
+        stays = _halves(rows_PV, 2 * seats.starts_R, second=False)
         staying = np.stack([np.add.reduceat(rows, seats.starts_R[:-1]) for rows in stays])
         if sizes.early:
             kept = moments.take("scratch", (1 + sizes.lean) * INDEX * staying * (parts > 1 and not again))
@@ -163,26 +229,24 @@ class BackwardWalk(Walk):
             kept = moments.take("scratch", INDEX * m + (2 * INDEX * staying + INDEX * m if position else 0))
         elif self.alone and position:
             kept = moments.take("scratch", INDEX * rows_PV.sum(axis=1)[:, None])
-        stashed = self.keeps_rows(plan)
-        scattered = position or (sizes.early and parts > 1)
-        in_order = sizes.early and stashed and parts == 1 and not (self.alone or sizes.lean)
-        self._block_backward(
-            moments, stay, gathers_h=stashed and scattered, computes_h=not stashed, gathers_x=not in_order
-        )
-        self._block_backward(moments, move, gathers_h=False, computes_h=True, gathers_x=True)
-        moments.free(kept)
+        for block in blocks:
+            self._block_backward(moments, block, leaves=leaves)
+        return kept
 
-    def _block_backward(
-        self, moments: Moments, rows: IntArray, *, gathers_h: bool, computes_h: bool, gathers_x: bool
-    ) -> None:
-        """Scratch of the largest block: see `experts._block_backward` and the activation's backward."""
-        sizes, shape = self.sizes, self.sizes.shape
-        gathers_h = gathers_h and not sizes.reads_stash_by_index
-        h = 2 * self.width * (gathers_h or computes_h)
-        x = self.row * (gathers_x and (sizes.needs_gate_up or computes_h))
+    def _block_backward(self, moments: Moments, block: _Block, *, leaves: bool) -> None:
+        """Scratch of the largest block: see `experts._block_backward` and the activation's backward.
+
+        Args:
+            leaves: the gradient at the first projection lies elsewhere, and weights' are computed from it later.
+        """
+        sizes, shape, rows = self.sizes, self.sizes.shape, block.rows
+        gathers_h = block.gathers_h and not sizes.reads_stash_by_index
+        h = 2 * self.width * (gathers_h or block.computes_h)
+        x = self.row * (block.gathers_x and ((sizes.needs_gate_up and not leaves) or block.computes_h))
+        dh = 0 if leaves else 2 * self.width
         narrow = sizes.sum_bytes != shape.element_bytes
         # gradient rows, inputs, first projection; gradients at phi and at the first projection
-        inside = self.row + x + h + self.width + 2 * self.width + sizes.sum_bytes
+        inside = self.row + x + h + self.width + dh + sizes.sum_bytes
         # act, phi, one more; compiled, phi takes the place of its gradient and nothing else is needed
         phi = 0 if sizes.fused else self.width
         more = 2 * phi + (3 * shape.width * sizes.sum_bytes if narrow else self.width) * (not sizes.fused)
@@ -193,10 +257,18 @@ class BackwardWalk(Walk):
             np.maximum.reduce([
                 rows * (inside + more),
                 rows * (inside + phi) + down,
-                rows * (2 * self.width + x) + gate_up,
-                rows * (2 * self.width + y),
+                rows * (dh + x) + (0 if leaves else gate_up),
+                rows * (dh + y),
             ]),
         )  # fmt: skip
+
+    def _later(self, moments: Moments, blocks: tuple[_Block, _Block], staging: IntArray) -> Held:
+        """Copies' gradients begin to travel, and the first projection's weight gradients are computed."""
+        travelling = moments.take("replicas", staging)
+        for block in blocks:
+            product = self._product(block.rows, self.sizes.projections[0])
+            moments.brief("scratch", block.rows * self.row * block.gathers_x + product)
+        return travelling
 
     def _product(self, rows: IntArray, size: int) -> IntArray:
         """Bytes of one expert's weight gradient, `size` numbers, before it is added to a sum that is wider."""
@@ -204,17 +276,16 @@ class BackwardWalk(Walk):
         wide = (rows.shape[0] > 1) | (self.foreign_R > 0)
         return (rows > 0) * wide * size * (element if self.sizes.sum_bytes != element else 0)
 
-    def _give_back(self, moments: Moments, lease: Held | None, wide: bool) -> None:
-        """Copies of weights go; gradients of copies travel home, summed beside them."""
-        moments.free(lease)
+    def _staging(self, wide: bool) -> IntArray:
+        """Bytes (R,) of gradients of copies that arrive, and of sums beside them."""
         projections = sum(self.sizes.projections)
         if not self.seats.spread or not projections:
-            return
+            return np.zeros(self.ranks, dtype=np.int64)
         messages = return_messages(self.seats)
         staging = messages.window_R
         if self.sizes.sum_bytes != self.sizes.shape.element_bytes and not wide:
             staging = staging + open_sums(self.seats, messages).max(axis=0, initial=0)
-        moments.brief("replicas", staging * projections * self.sizes.sum_bytes)
+        return staging * projections * self.sizes.sum_bytes
 
     def _full_alpha(self, moments: Moments, sent_R: IntArray) -> None:
         """Gradient of every pair's routing weight from kept outputs, some rows at a time."""

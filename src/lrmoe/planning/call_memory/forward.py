@@ -146,7 +146,8 @@ class ForwardWalk(Walk):
             self._keep_inputs(moments, stays)
         if some or not keeps:
             moments.free(received)
-        back, home = self._return(moments, "outputs", cells, y), None
+        (back, sent), home = self._return(moments, "outputs", cells, y), None
+        moments.free(sent)
         if norm is not None:
             there = moments.take("scratch", 4 * cells.pairs_in)
             home = moments.take("stash" if kept else "scratch", 4 * cells.pairs_out)

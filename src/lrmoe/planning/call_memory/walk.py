@@ -43,12 +43,15 @@ class CallMemory:
 class CallWalk(ForwardWalk, BackwardWalk):
     """One plan's call under given sizes; `memory` walks through it."""
 
-    def memory(self, plan: LayerPlan, kept_RQ: IntArray | None = None) -> CallMemory:
+    def memory(
+        self, plan: LayerPlan, kept_RQ: IntArray | None = None, *, overlaps: bool = False
+    ) -> CallMemory:
         """Walk through the call.
 
         Args:
             plan: this walk's plan, with any chunks and recompute.
             kept_RQ: int64 (R, Q), kept pairs of every cell where they are known.
+            overlaps: input gradients travel, and gradients of copies, beside the first projection's weight gradients.
         """
         moments = Moments()
         moments.take("weights", self.local * self.sizes.shape.params * self.sizes.weight_bytes)
@@ -60,7 +63,7 @@ class CallWalk(ForwardWalk, BackwardWalk):
         kept_R = moments.now(self.ranks)
         moments.mark()
         if self.sizes.differentiable:
-            self._backward(moments, plan, known[1], known[0].sum(axis=1), saved)
+            self._backward(moments, plan, known[1], known[0].sum(axis=1), saved, overlaps=overlaps)
         backward_R, backward = moments.peaks(self.ranks)
         return CallMemory(
             forward_R=_with_slack(forward_R),

@@ -97,21 +97,22 @@ class Walk:
             return received, _joined(moments, found, index)
         return received, found
 
-    def _return(self, moments: Moments, part: str, cells: Cells, rows: Held) -> Held:
-        """Results back at their sources; the rows here end."""
+    def _return(self, moments: Moments, part: str, cells: Cells, rows: Held) -> tuple[Held, Held | None]:
+        """Results back at their sources, and what was sent: the rows here, or sums of them in their stead."""
         if self.alone:
-            return rows
-        sums = None
+            return rows, None
+        sent = rows
         if self.sizes.lean:
             entries = moments.take(
                 "scratch", (INDEX + self.sizes.sum_bytes) * cells.pairs_in + INDEX * cells.rows_in
             )
             moments.brief("scratch", INDEX * cells.pairs_in)
-            sums = self._combine(moments, part, cells.rows_in, cells.pairs_in, mixed=part == "outputs")
+            sent = self._combine(moments, part, cells.rows_in, cells.pairs_in, mixed=part == "outputs")
             moments.free(entries)
         back = moments.take(part, (cells.rows_out if self.sizes.lean else cells.pairs_out) * self.row)
-        moments.free(sums, rows)
-        return back
+        if self.sizes.lean:
+            moments.free(rows)
+        return back, sent
 
     def _sum_by_token(self, moments: Moments, part: str, cells: Cells, *, weighted: bool) -> Held:
         sizes, tokens = self.sizes, self.sizes.tokens_R
