@@ -9,26 +9,24 @@ source and Q kept pairs at this rank's seats, of the whole call or of one part o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.distributed.comm import Arriving
 from lrmoe.distributed.probe import current
+from lrmoe.layer.back import Back, Later, Wanted
 from lrmoe.layer.buffers import Needs, Rows, WeightGrads, Weights, scratch
 from lrmoe.layer.call import Call
 from lrmoe.layer.experts import experts_backward, first_weight_gradients
 from lrmoe.layer.forward import Walked
+from lrmoe.layer.kept_rows import carried_inputs, inputs_that_stayed
 from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, reroute
 from lrmoe.layer.routing import Layout
-from lrmoe.layer.weights import Home
-from lrmoe.layer.wire import Arrival, send_alike, send_rows, start_back, start_return, sum_by_token
-from lrmoe.ops import upload
-from lrmoe.planning.cells import carry_stands
+from lrmoe.layer.wire import Arrival, send_rows, start_back, start_return, sum_by_token
 from lrmoe.planning.problem import IntArray
 
 _DOT_ROWS = 4096  # rows per block of the full routing-weight gradient
@@ -42,70 +40,6 @@ class Gradients:
     alpha_TK: Tensor | None
     gate_up: Tensor | None
     down: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """Which inputs of the layer need a gradient."""
-
-    x: bool
-    alpha: bool
-    gate_up: bool
-    down: bool
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Back:
-    """What the parts of a backward share.
-
-    Attributes:
-        walked: what forward left. x_TH: the layer's input in the compute dtype, where inputs travel again.
-        g_TH: gradient at the output. order_N: flat pair ids by expert.
-        scale_N: routing weight times 1/pi, weight_N: 1/pi or None for 1; both by expert.
-        later: takes what is left for the time while input gradients travel; None where nothing is.
-    """
-
-    call: Call
-    walked: Walked
-    route: Route
-    weights: Weights
-    grads: WeightGrads
-    add: bool
-    x_TH: Tensor | None
-    g_TH: Tensor
-    alpha_TK: Tensor
-    order_N: Tensor
-    scale_N: Tensor
-    weight_N: Tensor | None
-    wanted: Wanted
-    later: Later | None
-
-    def source(self, at: Tensor | None) -> Tensor | None:
-        """Positions, among this source's pairs by expert, of the kept pairs at positions of the order of sending."""
-        source_P = self.route.source_P
-        return at if source_P is None else source_P if at is None else source_P[at]
-
-
-@dataclass(kw_only=True, eq=False)
-class Later:
-    """What is computed while input gradients travel: first projections' weight gradients, foreign seats' first.
-
-    Attributes:
-        gradients: compute them, of foreign or of home seats.
-        home: gradients of the parameters; those of copies have begun to travel.
-    """
-
-    gradients: list[Callable[..., None]] = field(default_factory=list)
-    home: Home | None = None
-
-    def run(self, give_back: Callable[[], Home]) -> None:
-        """Compute everything; copies' gradients go home as soon as they are there."""
-        for gradient in self.gradients:
-            gradient(foreign=True)
-        self.home = give_back()
-        for gradient in self.gradients:
-            gradient(foreign=False)
-        self.gradients.clear()
 
 
 def walk_backward(
@@ -162,9 +96,10 @@ def walk_backward(
         with clock.phase("return"):
             alpha_grad = _full_alpha(back)
     weights.release()
-    home = None if back.later is None else back.later.home
+    grads, home = back.grads, None if back.later is None else back.later.home
+    del back, weights
     if home is None:
-        home = call.storage.give_back(call, back.grads)
+        home = call.storage.give_back(call, grads)
     d_gate_up, d_down = home()
     return Gradients(x_TH=x_grad, alpha_TK=alpha_grad, gate_up=d_gate_up, down=d_down)
 
@@ -233,7 +168,7 @@ def _part(
         columns.append(route.position_P if at is None else route.position_P[at])
     token_P = pair_P // max(call.slots, 1)
     g = send_rows(call, layout, back.g_TH, token_P, columns, pack="pack", travel="exchange", part="backward")
-    x_carried = _carried_inputs(back, g, cells_RV, token_P)
+    x_carried = carried_inputs(back, g, cells_RV, token_P)
     back.weights.start()
     dx_QH = scratch.take("dx", (layout.received, back.g_TH.shape[1]), back.g_TH) if back.wanted.x else None
     with clock.phase("experts_backward"):
@@ -246,50 +181,35 @@ def _part(
         rows = None if dx_QH is None else start_return(call, g, dx_QH, None, "return")
         del dx_QH
         dots = None if alpha is None else start_back(call, layout.to_received(dot_Q), layout, "return")
+    return _come_home(back, g, rows, dots, pair_P, source_P, alpha)
+
+
+def _come_home(
+    back: Back,
+    g: Arrival,
+    rows: Arriving | None,
+    dots: Arriving | None,
+    pair_P: Tensor,
+    source_P: Tensor | None,
+    alpha: Tensor | None,
+) -> Tensor | None:
+    """What is left, while a part's results travel; then their sums into `alpha` and the input's gradient (T, H)."""
+    call, clock, x_grad = back.call, back.call.open_call.clock, None
     if rows is not None:
         call.open_call.ledger.add("backward", rows.received)
     if back.later is not None:
-        back.weights.release()
+        back.weights.release()  # of foreign seats: not read again
         with clock.phase("experts_backward"):
             back.later.run(lambda: call.storage.give_back(call, back.grads))
     with clock.phase("return"):
-        x_grad = None
         if rows is not None:
             x_grad = sum_by_token(g, rows.wait(), pair_P, back.alpha_TK.shape, None)
-            del rows
         if alpha is not None and dots is not None:
-            dot_P = dots.wait()
-            alpha[pair_P] = dot_P if back.weight_N is None else dot_P * back.weight_N[_all(source_P)]
+            dot_P, weight_N = dots.wait(), back.weight_N
+            if weight_N is not None:
+                dot_P = dot_P * (weight_N if source_P is None else weight_N[source_P])
+            alpha[pair_P] = dot_P
     return x_grad
-
-
-def _all(index: Tensor | None) -> Tensor | slice:
-    return slice(None) if index is None else index
-
-
-def _carried_inputs(back: Back, g: Arrival, cells_RV: IntArray, token_P: Tensor) -> Rows | None:
-    """Input rows of the pairs that carry them, in (seat, source) order at this rank's seats."""
-    call, route = back.call, back.route
-    if not route.carried:
-        return None
-    assert back.x_TH is not None, "inputs that may travel again are kept"
-    if route.all_carried:
-        return send_alike(
-            call, g, back.x_TH, token_P, pack="pack", travel="exchange", part="backward", buffer="inputs"
-        )
-    carried_RV, mine_P = _only_carried(call, route, cells_RV)
-    layout = Layout.build(carried_RV, route.starts_R, call.comm.rank, token_P.device)
-    token_P = token_P[upload(mine_P, token_P.device)]
-    arrival = send_rows(
-        call, layout, back.x_TH, token_P, [], pack="pack", travel="exchange", part="backward", buffer="inputs"
-    )
-    return arrival.rows
-
-
-def _only_carried(call: Call, route: Route, cells_RV: IntArray) -> tuple[IntArray, IntArray]:
-    """Cells of pairs that carry their input, and the places of this source's among its pairs, int64."""
-    carry_V = carry_stands(route.starts_R)
-    return cells_RV * carry_V, np.flatnonzero(np.repeat(carry_V, cells_RV[call.comm.rank]))
 
 
 def _experts(
@@ -305,8 +225,7 @@ def _experts(
     seats = len(layout.segments_S) // 2
     staying, dots = sum(layout.segments_S[:seats]), []
     if not back.route.all_carried:
-        early = back.call.selects_early
-        x, h = _in_order(back, token_P, places) if early else _kept_inputs(back, g, token_P, staying)
+        x, h = inputs_that_stayed(back, g, token_P, places, staying)
         dots.append(_run(back, g, x, h, layout.segments_S[:seats], slice(0, staying), dx_QH))
     if x_carried is not None:
         at = slice(staying, layout.received)
@@ -329,43 +248,6 @@ def _run(
         weights, x, h, g.rows.part(at), g.columns[0][at], counts, dx=out, dx_index=index, grads=back.grads,
         add=back.add, dh=dh,
     )  # fmt: skip
-
-
-def _in_order(back: Back, token_P: Tensor, places: Tensor | None) -> tuple[Rows, Rows | None]:
-    """The same where forward kept theirs alone: as they lie, or those at `places` for a part of a call."""
-    walked = back.walked
-    assert walked.x is not None, "rows that stayed were kept"
-    h = None if walked.h_M2I is None else Rows(source=walked.h_M2I, index_M=places)
-    if back.call.comm.size == 1:
-        return Rows(source=walked.x, index_M=token_P), h
-    index = walked.index_M
-    return Rows(source=walked.x, index_M=places if index is None else index[_all(places)]), h
-
-
-def _kept_inputs(back: Back, g: Arrival, token_P: Tensor, staying: int) -> tuple[Rows, Rows | None]:
-    """Inputs and stashed first projections of the pairs that stayed, where forward left them."""
-    walked, call = back.walked, back.call
-    assert walked.x is not None, "rows that stayed were kept"
-    received = g.columns[1][:staying].long() if back.route.position_P is not None else None
-    if call.comm.size == 1:
-        x, at = Rows(source=walked.x, index_M=token_P), received
-    else:
-        seats = call.seats
-        row_M = Layout.build(seats.assign_RQ, seats.starts_R, call.comm.rank, token_P.device).row_M
-        assert row_M is not None, "several ranks have a received order"
-        at = None if received is None else _inverse(row_M)[received]
-        if walked.index_M is None:
-            index = row_M if received is None else received
-        else:
-            index = walked.index_M if at is None else walked.index_M[at]
-        x = Rows(source=walked.x, index_M=index)
-    return x, None if walked.h_M2I is None else Rows(source=walked.h_M2I, index_M=at)
-
-
-def _inverse(order_M: Tensor) -> Tensor:
-    found = torch.empty_like(order_M)
-    found[order_M] = torch.arange(order_M.shape[0], device=order_M.device)
-    return found
 
 
 def _full_alpha(back: Back) -> Tensor:

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lrmoe.layer.backward import Gradients, Wanted, walk_backward
+from lrmoe.layer.back import Wanted
+from lrmoe.layer.backward import Gradients, walk_backward
 from lrmoe.layer.call import Call
 from lrmoe.layer.forward import walk_forward
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lrmoe.distributed.probe import current
-from lrmoe.layer.backward import Wanted, walk_backward
+from lrmoe.layer.back import Wanted
+from lrmoe.layer.backward import walk_backward
 from lrmoe.layer.buffers import scratch
 from lrmoe.layer.call import Call
 from lrmoe.layer.check import check_gradients, is_checked

@@ -50,7 +50,7 @@ class BackwardWalk(Walk):
     ) -> None:
         sizes, shape = self.sizes, self.sizes.shape
         again = not self.alone and not self.keeps_rows(plan)
-        lease = self._borrow(moments)
+        foreign, cast = self._borrow(moments)
         alpha = moments.take("scratch", sizes.alpha_bytes * sent_R)
         weight = None
         if sizes.scored:
@@ -73,11 +73,12 @@ class BackwardWalk(Walk):
         overlaps = overlaps and not (self.alone or again or parts > 1)
         overlaps = overlaps and sizes.needs_x and sizes.needs_gate_up
         staging = self._staging(wide) if overlaps else None
-        self._backward_parts(moments, plan, cells_RV, again, identity, position, lease, staging)
+        self._backward_parts(moments, plan, cells_RV, again, identity, position, foreign, staging)
         if sizes.keeps_outputs and sizes.needs_alpha:
             self._full_alpha(moments, sent_R)
+        moments.free(cast)
         if staging is None:
-            moments.free(lease)
+            moments.free(foreign)
             moments.brief("replicas", self._staging(wide))
         moments.free(slots, alpha, weight, route)
         for size, sums in zip(projections, grads, strict=True):
@@ -107,7 +108,7 @@ class BackwardWalk(Walk):
         again: bool,
         identity: bool,
         position: bool,
-        lease: Held | None,
+        foreign: Held,
         staging: IntArray | None,
     ) -> None:
         sizes, seats, parts = self.sizes, self.seats, plan.backward_chunks
@@ -121,7 +122,7 @@ class BackwardWalk(Walk):
         if carried is not None and not carried.pairs_in.any():
             carried = None
         self._backward_part(
-            moments, plan, cells_PRV, every, carried, again, identity, position, lease, staging
+            moments, plan, cells_PRV, every, carried, again, identity, position, foreign, staging
         )
         moments.fold()
         if sizes.needs_x and (parts > 1 and sizes.sum_bytes != sizes.shape.element_bytes):
@@ -138,7 +139,7 @@ class BackwardWalk(Walk):
         again: bool,
         identity: bool,
         position: bool,
-        lease: Held | None,
+        foreign: Held,
         staging: IntArray | None,
     ) -> None:
         """One part. Args: staging: bytes (R,) that copies' gradients need, where work is left until rows travel."""
@@ -169,7 +170,7 @@ class BackwardWalk(Walk):
         if dx is not None:
             rows, sent = self._return(moments, "backward", every, dx)
             if staging is not None:
-                moments.free(lease)
+                moments.free(foreign)
                 travelling = self._later(moments, blocks, staging)
                 moments.free(dh, inputs, input_index, index_x)
             moments.free(sent)

@@ -58,7 +58,7 @@ class ForwardWalk(Walk):
         if sizes.early and sizes.norms:
             self._fix_kept(moments, plan, sent, kept_R)
             moments.free(norm)
-        moments.free(lease, sending)
+        moments.free(*lease, sending)
         if not sizes.differentiable:
             moments.free(order, place)
         return sent

@@ -52,15 +52,16 @@ class Walk:
             return self.seats.assign_RQ
         return expected_kept(self.seats, self.plan.quota_E)
 
-    def _borrow(self, moments: Moments) -> Held | None:
-        """Copies of weights: in the compute dtype where parameters have another, and of foreign seats."""
-        shape = self.sizes.shape
-        size = self.foreign_R * shape.weight_bytes
-        if self.sizes.weight_bytes != shape.element_bytes:
-            size = size + self.local * shape.weight_bytes
-        if self.sizes.input_bytes != shape.element_bytes:
-            size = size + self.sizes.tokens_R * self.row
-        return moments.take("replicas", size)
+    def _borrow(self, moments: Moments) -> tuple[Held, Held]:
+        """Copies of weights: of foreign seats; and in the compute dtype, with inputs, where theirs is another."""
+        shape, sizes = self.sizes.shape, self.sizes
+        foreign = moments.take("replicas", self.foreign_R * shape.weight_bytes)
+        cast = np.zeros(self.ranks, dtype=np.int64)
+        if sizes.weight_bytes != shape.element_bytes:
+            cast = cast + self.local * shape.weight_bytes
+        if sizes.input_bytes != shape.element_bytes:
+            cast = cast + sizes.tokens_R * self.row
+        return foreign, moments.take("replicas", cast)
 
     def _choose(self, moments: Moments, plan: LayerPlan, sent_R: IntArray) -> None:
         """Scores to the homes of experts, weights back."""
