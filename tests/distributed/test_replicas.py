@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lrmoe.distributed import Comm
 from lrmoe.distributed.messages import Exchange
-from lrmoe.distributed.replicas import fetch_replicas, return_gradients
+from lrmoe.distributed.replicas import fetch_replicas, return_gradients, start_return
 from lrmoe.errors import InputError
 from lrmoe.planning import copies
 from lrmoe.planning.copies import fetch_experts_R, return_experts_R
@@ -168,6 +168,21 @@ def overlapping(name: str) -> None:
     assert torch.equal(one.wait()[1], first[1][foreign])
 
 
+def returned_while_homes_compute(name: str, given: torch.dtype, kept: torch.dtype) -> None:
+    """Home gradients that are written after the copies' have begun to travel; exchanges of others in between."""
+    comm, seats, homes, foreign = set_up(name)
+    want = stacked(comm.rank, homes, kept)
+    return_gradients(comm, seats, stacked(comm.rank, foreign, given), want)
+    home = tuple(torch.full_like(tensor, torch.nan) for tensor in want)
+    returning = start_return(comm, seats, stacked(comm.rank, foreign, given), home)
+    comm.all_gather_ints(torch.arange(3))
+    for tensor, own in zip(home, stacked(comm.rank, homes, kept), strict=True):
+        tensor.copy_(own)
+    returning.wait()
+    for tensor, sums in zip(home, want, strict=True):
+        assert torch.equal(tensor, sums)
+
+
 def allocated(name: str, given: torch.dtype, kept: torch.dtype) -> None:
     """Everything a rank allocates to fetch and to return, beside what planning says."""
     comm, seats, homes, foreign = set_up(name)
@@ -258,6 +273,15 @@ def test_trees_and_homes_alone_give_the_same(pool: Pool, name: str, limit: int) 
 @pytest.mark.parametrize("name", ["swapped", "all-on-one", "trees-and-direct"])
 def test_fetches_may_overlap(pool: Pool, name: str) -> None:
     pool.run(overlapping, name)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_home_gradients_may_be_computed_while_copies_travel(
+    pool: Pool, name: str, kinds: tuple[torch.dtype, torch.dtype]
+) -> None:
+    pool.run(returned_while_homes_compute, name, *kinds)
 
 
 @pytest.mark.distributed

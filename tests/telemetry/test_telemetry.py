@@ -90,6 +90,21 @@ def test_the_clock_charges_cpu_time_to_the_phase_and_keeps_wall_beside_it() -> N
     assert busy["plan"] < wall["plan"] / 2
 
 
+def test_a_phase_inside_another_one_interrupts_it() -> None:
+    clock = PhaseClock(torch.device("cpu"))
+    with clock.phase("experts"):
+        time.sleep(0.02)
+        with clock.phase("replicas"):
+            assert clock.latest == "replicas"
+            time.sleep(0.06)
+        assert clock.latest == "experts"
+        time.sleep(0.02)
+    _, wall = clock.read()
+    assert set(wall) == {"experts", "replicas"}
+    assert wall["replicas"] >= 60
+    assert 40 <= wall["experts"] < 60, "the inner phase's time is not the outer one's too"
+
+
 def test_the_ledger_counts_the_same_memory_once_per_part() -> None:
     ledger, rows = Ledger(), torch.zeros(10, 4)
     ledger.add("stash", rows, rows.view(4, 10), None, torch.zeros(0))

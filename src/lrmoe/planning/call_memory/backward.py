@@ -216,7 +216,7 @@ class BackwardWalk(Walk):
         *,
         leaves: bool,
     ) -> Held | None:
-        """Scratch of the experts; returns the index of their inputs."""
+        """Scratch of the experts; returns the index of inputs from which weights' gradients are computed later."""
         sizes, seats = self.sizes, self.seats
         rows_PV, parts, kept = cells_PRV.sum(axis=1), plan.backward_chunks, None
         stays = _halves(rows_PV, 2 * seats.starts_R, second=False)
@@ -232,7 +232,10 @@ class BackwardWalk(Walk):
             kept = moments.take("scratch", INDEX * rows_PV.sum(axis=1)[:, None])
         for block in blocks:
             self._block_backward(moments, block, leaves=leaves)
-        return kept
+        moments.free(kept)
+        if not leaves or sizes.early or (sizes.lean and not position):
+            return None
+        return moments.take("scratch", INDEX * (staying if position else m))
 
     def _block_backward(self, moments: Moments, block: _Block, *, leaves: bool) -> None:
         """Scratch of the largest block: see `experts._block_backward` and the activation's backward.
@@ -264,11 +267,13 @@ class BackwardWalk(Walk):
         )  # fmt: skip
 
     def _later(self, moments: Moments, blocks: tuple[_Block, _Block], staging: IntArray) -> Held:
-        """Copies' gradients begin to travel, and the first projection's weight gradients are computed."""
+        """Weights' gradients of foreign seats; those of home seats, while the copies' travel."""
+        rows = [block.rows * self.row * block.gathers_x for block in blocks]
+        for inputs, block in zip(rows, blocks, strict=True):  # of foreign seats, whose sums may be wider
+            moments.brief("scratch", inputs + self._product(block.rows, self.sizes.projections[0]))
         travelling = moments.take("replicas", staging)
-        for block in blocks:
-            product = self._product(block.rows, self.sizes.projections[0])
-            moments.brief("scratch", block.rows * self.row * block.gathers_x + product)
+        for inputs in rows:
+            moments.brief("scratch", inputs)
         return travelling
 
     def _product(self, rows: IntArray, size: int) -> IntArray:
