@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lrmoe.layer import MoELayer, selection
 from lrmoe.ops import triton as kernels
@@ -104,3 +105,24 @@ def test_the_mode_notices() -> None:
         far.cpu()
         assert set(there.waits) == {("item", ""), ("copy to cpu", "")}
         assert not far.cpu().is_cuda
+
+
+@pytest.mark.parametrize("fields", [{}, {"score": "alpha", "select_in": "forward"}], ids=str)
+def test_a_recompute_is_that_of_a_cpu(fields: dict[str, Any]) -> None:
+    def run(layer: MoELayer, case: Case) -> tuple[Tensor, ...]:
+        leaves = [getattr(case, name).detach().requires_grad_() for name in NAMES]
+
+        def forward(x: Tensor, *rest: Tensor) -> Tensor:
+            return layer(x, case.ids, *rest, training=True)
+
+        out = checkpoint(forward, *leaves, use_reentrant=False)
+        return torch.autograd.grad(out, leaves, case.grad_out)
+
+    config = pruning(**{"max_drop": 0.5, **fields})
+    torch.manual_seed(1)
+    wanted = run(build(CASE, config), CASE)
+    with pretending(), kernels.off():
+        torch.manual_seed(1)
+        found = run(build(CASE, config), moved(CASE))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -95,10 +95,11 @@ def group_entries(group_N: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def count_classes(class_N: Tensor, classes: int) -> Tensor:
-    """How often each of [0, classes) occurs in int64 (N,), int64 (classes,); bincount would wait for a device."""
+    """How often each of [0, classes) occurs in integers (N,), int64 (classes,); bincount would wait for a device."""
     if class_N.device.type == "cpu":
         return torch.bincount(class_N, minlength=classes)
-    return class_N.new_zeros(classes).index_add_(0, class_N, torch.ones_like(class_N))
+    index_N = class_N.long()  # a recompute's ids are narrow
+    return index_N.new_zeros(classes).index_add_(0, index_N, torch.ones_like(index_N))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
