@@ -78,8 +78,9 @@ def test_every_field_has_wrong_values_here_and_a_description() -> None:
 def test_a_value_out_of_range_is_refused_with_field_value_and_what_is_valid(
     field: str, value: object
 ) -> None:
+    changed: dict[str, Any] = {field: value}
     with pytest.raises(ConfigError) as caught:
-        LRMoEConfig(**{field: value})
+        LRMoEConfig(**changed)
     message = str(caught.value)
     assert field in message
     assert repr(value) in message

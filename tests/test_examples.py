@@ -24,7 +24,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def test_trainer_callback():
+def test_trainer_callback() -> None:
     printed = run(str(EXAMPLES / "trainer_callback.py"))
     kept = [float(found) for found in re.findall(r"kept (\d\.\d\d) ", printed)]
     losses = [float(found) for found in re.findall(r"loss (\d\.\d+)", printed)]
@@ -34,7 +34,7 @@ def test_trainer_callback():
 
 
 @pytest.mark.distributed
-def test_ep_torchrun():
+def test_ep_torchrun() -> None:
     printed = run("-m", "torch.distributed.run", "--nproc_per_node", "2", str(EXAMPLES / "ep_torchrun.py"))
     kept = [float(found) for found in re.findall(r"kept (\d\.\d\d) ", printed)]
     losses = [float(found) for found in re.findall(r"loss (\d\.\d+)", printed)]
@@ -48,7 +48,7 @@ def test_ep_torchrun():
     assert [float(x) for x in shown.groups()] == pytest.approx([float(x) for x in found.groups()], abs=0.1)
 
 
-def test_ep_torchrun_says_how_to_start_it():
+def test_ep_torchrun_says_how_to_start_it() -> None:
     command = [sys.executable, str(EXAMPLES / "ep_torchrun.py")]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from lrmoe import ConfigError, LRMoEConfig, RankError
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -84,7 +85,7 @@ def test_a_scaled_fp16_gradient_chooses_the_same_pairs(estimator: str) -> None:
     torch.testing.assert_close(scaled_grad, grad, rtol=2e-2, atol=2e-3 * float(grad.abs().max()))
 
 
-def fp16_step(model: nn.Module, scaler: torch.amp.GradScaler, ids: Tensor) -> None:
+def fp16_step(model: PreTrainedModel, scaler: torch.amp.GradScaler, ids: Tensor) -> None:
     with torch.autocast("cpu", dtype=F16):
         loss = model(input_ids=ids, labels=ids).loss
     scaler.scale(loss).backward()

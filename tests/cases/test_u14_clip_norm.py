@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from lrmoe import ConfigError, LRMoEConfig, UnsupportedError
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -62,7 +63,7 @@ def test_experts_on_two_ranks_or_on_both(pool2: Pool, cut: bool) -> None:
     assert first[2] == second[2] == pytest.approx(6.0, rel=1e-5)
 
 
-def spread_model(kind: str, path: str, ids: Tensor) -> tuple[nn.Module, Any]:
+def spread_model(kind: str, path: str, ids: Tensor) -> tuple[PreTrainedModel, Any]:
     """A model in one of the layouts, its gradients those of the mean of the ranks' losses; and its handle."""
     ranks = dist.get_world_size()
     if kind in ("by hand", "shards"):

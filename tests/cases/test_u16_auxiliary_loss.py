@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -24,7 +25,7 @@ MODES = {
 COEFFICIENT = 1e-2
 
 
-def model_of(name: str, layers: int = 1, **changes: Any) -> nn.Module:
+def model_of(name: str, layers: int = 1, **changes: Any) -> PreTrainedModel:
     """A tiny model in float64 that returns its balance loss."""
     return make_model(
         name,
@@ -36,13 +37,13 @@ def model_of(name: str, layers: int = 1, **changes: Any) -> nn.Module:
     )
 
 
-def enabled(eager: nn.Module, config: LRMoEConfig) -> nn.Module:
+def enabled(eager: PreTrainedModel, config: LRMoEConfig) -> PreTrainedModel:
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, config)
     return model
 
 
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     """Of every parameter that the loss reaches."""
     model.zero_grad(set_to_none=True)
     loss.backward()

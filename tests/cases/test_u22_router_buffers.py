@@ -23,7 +23,7 @@ from tests.training.tiny import CPU, GLM_SHAPE, tiny_config
 
 NAME = "model.layers.1.mlp.gate.e_score_correction_bias"
 BIAS = torch.tensor([5 + 2.0**-20, 0.0, 0.0, 0.0])  # bf16 has no such number
-MODEL = {"preset": "glm4-moe-tiny", "overrides": GLM_SHAPE}
+MODEL: dict[str, Any] = {"preset": "glm4-moe-tiny", "overrides": GLM_SHAPE}
 
 
 def config_of(folder: Path, dtype: str = "float32", storage: str = "owned", **model: Any) -> TrainConfig:

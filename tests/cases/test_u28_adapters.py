@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig, UnsupportedError
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -28,7 +29,7 @@ ATTENTION = ["q_proj", "v_proj"]
 RANK = 4
 
 
-def adapted(model: nn.Module, *, experts: bool = True, attention: bool = False) -> nn.Module:
+def adapted(model: PreTrainedModel, *, experts: bool = True, attention: bool = False) -> nn.Module:
     """A PEFT model with adapters that change something, the same on every rank."""
     torch.manual_seed(7)
     config = peft.LoraConfig(
@@ -45,11 +46,11 @@ def adapted(model: nn.Module, *, experts: bool = True, attention: bool = False) 
     return found.train()
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def grads(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+def grads(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     model(input_ids=ids, labels=ids).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig, RankError
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -29,7 +29,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-def freeze(model: nn.Module, kind: str) -> None:
+def freeze(model: PreTrainedModel, kind: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(FROZEN[kind](name))
 
@@ -120,7 +120,7 @@ def test_nothing_trainable_before_the_layer_and_nothing_at_all() -> None:
     assert handle.summary()["calls"] == 0
 
 
-def cut_model() -> tuple[nn.Module, lrmoe_hf.Handle]:
+def cut_model() -> tuple[PreTrainedModel, lrmoe_hf.Handle]:
     model = make_model("qwen3", num_hidden_layers=1)
     lrmoe_hf.shard_experts(model, dist.group.WORLD)
     return model, lrmoe_hf.enable(model, EXACT)

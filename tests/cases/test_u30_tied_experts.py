@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -22,7 +23,7 @@ PRUNED = LRMoEConfig(max_drop=0.4, warmup_steps=0)
 KINDS = ("module", "parameters", "one parameter")
 
 
-def tied_model(kind: str, *, seed: int = 0) -> nn.Module:
+def tied_model(kind: str, *, seed: int = 0) -> PreTrainedModel:
     """A model whose two layers share their experts module, both its parameters, or one of them."""
     model = make_model("qwen3", dtype=torch.float64, seed=seed)
     first, second = (layer.mlp for layer in model.model.layers)
@@ -35,7 +36,7 @@ def tied_model(kind: str, *, seed: int = 0) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, steps: int = 2) -> int:
+def train(model: PreTrainedModel, steps: int = 2) -> int:
     """A few steps of SGD; returns how many expert parameters the optimizer has."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(steps):
@@ -58,7 +59,7 @@ def test_two_steps_equal_the_eager_model(kind: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def uses(model: nn.Module, ids: Tensor) -> list[Tensor]:
+def uses(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     """What each use of the shared down projection adds to its gradient, pruned; the last one is of both."""
     shared, experts = model.model.layers[0].mlp.experts.down_proj, model.model.layers[1].mlp.experts
     handle = lrmoe_hf.enable(model, PRUNED)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -34,7 +35,9 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def pair(config: LRMoEConfig, **changes: Any) -> tuple[nn.Module, nn.Module, list[lrmoe_hf.Handle]]:
+def pair(
+    config: LRMoEConfig, **changes: Any
+) -> tuple[PreTrainedModel, PreTrainedModel, list[lrmoe_hf.Handle]]:
     """Two equal enabled models and their handles: the first stays as it is, the second is to be compiled."""
     plain = make_model("qwen3", dtype=torch.float64, num_hidden_layers=1, **changes)
     model = copy.deepcopy(plain)
@@ -84,7 +87,7 @@ def test_the_layer_breaks_the_graph_and_nothing_else_does() -> None:
     assert len(breaks) == 1, dict(breaks)
 
 
-def grads(model: nn.Module, call: Any, ids: Tensor) -> dict[str, Tensor]:
+def grads(model: PreTrainedModel, call: Any, ids: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     out = call(input_ids=ids, labels=ids)
     out.loss.backward()

@@ -173,7 +173,9 @@ def later_call_after_fault() -> Any:
 
 def test_the_layer_goes_on_after_a_fault(pool2: Pool) -> None:
     ranks = pool2.run(later_call_after_fault)
-    doubled = {f: torch.cat([getattr(CASE, f)] * 2) for f in ("hidden", "ids", "weights", "grad_out")}
+    doubled: dict[str, Any] = {
+        f: torch.cat([getattr(CASE, f)] * 2) for f in ("hidden", "ids", "weights", "grad_out")
+    }
     assert_result(merge(ranks), dataclasses.replace(CASE, **doubled))
 
 
@@ -208,7 +210,13 @@ SIZES: dict[str, dict[str, Any]] = {
 def call_other_layer(change: dict[str, Any]) -> str:
     """Worker: rank 1 built another layer; the first call tells both."""
     group = dist.group.WORLD
-    sizes = {"num_experts": 4, "hidden_size": 8, "intermediate_size": 6, "activation": "silu", "layer": 0}
+    sizes: dict[str, Any] = {
+        "num_experts": 4,
+        "hidden_size": 8,
+        "intermediate_size": 6,
+        "activation": "silu",
+        "layer": 0,
+    }
     sizes |= change if dist.get_rank() else {}
     layer = MoELayer(config=exact(), group=group, **sizes)
     local, width = sizes["num_experts"] // 2, sizes["intermediate_size"]

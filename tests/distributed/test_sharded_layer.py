@@ -19,7 +19,7 @@ from tests.distributed.pool import Pool
 from tests.layer.harness import build, exact, forward, pruning, run
 from tests.reference import GRADS, Case, Result, assert_result, make_case
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "experts": 16,
     "top_k": 4,
     "hidden": 7,

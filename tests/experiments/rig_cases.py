@@ -28,8 +28,8 @@ from lrmoe.training.records import gather_records
 from tests.experiments.records import record
 from tests.training.tiny import SHAPE, tiny_config
 
-EXACT = {"policy": "megatron", "max_drop": 0.0, "replica_slots": 0, "lean_wire": False}
-EIGHT = {**SHAPE, "num_experts": 8}
+EXACT: dict[str, Any] = {"policy": "megatron", "max_drop": 0.0, "replica_slots": 0, "lean_wire": False}
+EIGHT: dict[str, Any] = {**SHAPE, "num_experts": 8}
 
 
 def trainer(folder: str, train: dict[str, Any] | None = None) -> Trainer:

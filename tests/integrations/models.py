@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -15,6 +15,7 @@ from transformers import (
     GptOssConfig,
     MixtralConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen3MoeConfig,
 )
 
@@ -79,7 +80,9 @@ def config_of(name: str, **changes: Any) -> PreTrainedConfig:
 SUPPORTED = ("qwen3", "glm4", "mixtral", "deepseek3")
 
 
-def make_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> nn.Module:
+def make_model(
+    name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """A tiny model in train mode with eager attention and eager experts; weights large enough to matter."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
@@ -111,7 +114,7 @@ class Tokens(Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def run(model: nn.Module, ids_BS: Tensor, **inputs: Any) -> dict[str, Tensor]:
+def run(model: PreTrainedModel, ids_BS: Tensor, **inputs: Any) -> dict[str, Tensor]:
     """One forward and backward: loss, logits and every parameter's gradient by name."""
     model.zero_grad(set_to_none=True)
     out = model(input_ids=ids_BS, **{"labels": ids_BS, **inputs})
@@ -121,7 +124,7 @@ def run(model: nn.Module, ids_BS: Tensor, **inputs: Any) -> dict[str, Tensor]:
     return found
 
 
-def assert_same(actual: dict[str, Tensor], model: nn.Module, ids_BS: Tensor, **inputs: Any) -> None:
+def assert_same(actual: dict[str, Tensor], model: PreTrainedModel, ids_BS: Tensor, **inputs: Any) -> None:
     """Check loss, logits and gradients against the eager `model`: tolerance from its run in its own dtype."""
     plain = run(copy.deepcopy(model), ids_BS, **inputs)
     exact = run(copy.deepcopy(model).double(), ids_BS, **inputs)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -30,7 +30,7 @@ def save_models(folder: Path, names: Sequence[str], dtype: torch.dtype = torch.f
     return {name: str(folder / name) for name in names}
 
 
-def load(path: str, dtype: torch.dtype, **layout: Any) -> nn.Module:
+def load(path: str, dtype: torch.dtype, **layout: Any) -> PreTrainedModel:
     """A saved model in train mode, spread as `layout` says (DistributedConfig), whole without one."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(
@@ -63,7 +63,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def step(model: nn.Module, ids_BS: Tensor, **inputs: Any) -> dict[str, Tensor]:
+def step(model: PreTrainedModel, ids_BS: Tensor, **inputs: Any) -> dict[str, Tensor]:
     """This rank's loss and the whole gradients."""
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=ids_BS, **{"labels": ids_BS, **inputs}).loss
@@ -72,7 +72,7 @@ def step(model: nn.Module, ids_BS: Tensor, **inputs: Any) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **named}
 
 
-def reduce_by_hand(model: nn.Module, ids_BS: Tensor) -> None:
+def reduce_by_hand(model: PreTrainedModel, ids_BS: Tensor) -> None:
     """Gradients of the mean loss of experts cut by hand: dense ones averaged over ranks, expert ones complete."""
     model.zero_grad(set_to_none=True)
     (model(input_ids=ids_BS, labels=ids_BS).loss / dist.get_world_size()).backward()

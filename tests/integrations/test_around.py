@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -29,7 +30,7 @@ def keep_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
     return CheckpointPolicy.MUST_SAVE if op in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint_selectively(model: nn.Module) -> None:
+def checkpoint_selectively(model: PreTrainedModel) -> None:
     """Each decoder layer keeps its matrix products and recomputes the rest."""
     contexts = functools.partial(create_selective_checkpoint_contexts, keep_matmuls)
     for layer in model.model.layers:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from lrmoe import ConfigError, LRMoEConfig, UnsupportedError
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -55,22 +56,24 @@ def ep_equals_eager(path: str, dtype: torch.dtype, ep: int, lengths: list[int], 
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
-def test_ep2_equals_eager(pool2: Pool, saved: dict[str, str], name: str):
+def test_ep2_equals_eager(pool2: Pool, saved: dict[str, str], name: str) -> None:
     pool2.run(ep_equals_eager, saved[name], torch.float32, 2, [12, 12], True, limit_s=LIMIT_S)
 
 
-def test_ep2_with_uneven_batches_and_before_enable(pool2: Pool, saved: dict[str, str]):
+def test_ep2_with_uneven_batches_and_before_enable(pool2: Pool, saved: dict[str, str]) -> None:
     pool2.run(ep_equals_eager, saved["qwen3"], torch.float32, 2, [2, 13], True, limit_s=LIMIT_S)
     pool2.run(ep_equals_eager, saved["qwen3"], torch.float32, 2, [12, 12], False, limit_s=LIMIT_S)
 
 
 # GLM-4 keeps its selection bias in float32, and FSDP2 refuses two dtypes in one group: float64 is Qwen3's only.
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3", torch.float64), ("glm4", torch.float32)], ids=str)
-def test_ep2_by_expert_fsdp2_equals_eager(pool4: Pool, saved: dict[str, str], name: str, dtype: torch.dtype):
+def test_ep2_by_expert_fsdp2_equals_eager(
+    pool4: Pool, saved: dict[str, str], name: str, dtype: torch.dtype
+) -> None:
     pool4.run(ep_equals_eager, saved[name], dtype, 2, [12, 5, 7, 9], True, limit_s=LIMIT_S)
 
 
-def test_ep4_equals_eager(pool4: Pool, saved: dict[str, str]):
+def test_ep4_equals_eager(pool4: Pool, saved: dict[str, str]) -> None:
     pool4.run(ep_equals_eager, saved["qwen3"], torch.float32, 4, [12, 5, 2, 9], True, limit_s=LIMIT_S)
 
 
@@ -84,7 +87,7 @@ def ep_equals_all_to_all(path: str) -> None:
         assert_within(value, theirs[name], theirs[name], name)
 
 
-def test_ep2_in_float64_equals_transformers_all_to_all(pool2: Pool, saved: dict[str, str]):
+def test_ep2_in_float64_equals_transformers_all_to_all(pool2: Pool, saved: dict[str, str]) -> None:
     # Not with eager: where experts are whole on a rank, FSDP2 of torch 2.13 divides their float64 (and float16)
     # gradients twice, whatever the implementation.
     pool2.run(ep_equals_all_to_all, saved["qwen3"], limit_s=LIMIT_S)
@@ -104,7 +107,7 @@ def mixed_precision_is_as_near_as_all_to_all(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
-def test_ep2_under_mixed_precision(pool2: Pool, saved: dict[str, str], name: str):
+def test_ep2_under_mixed_precision(pool2: Pool, saved: dict[str, str], name: str) -> None:
     pool2.run(mixed_precision_is_as_near_as_all_to_all, saved[name], limit_s=LIMIT_S)
 
 
@@ -121,7 +124,7 @@ def fsdp_equals_eager(path: str, dtype: torch.dtype) -> None:
     check(step(model, ids[dist.get_rank()]), path, dtype, ids)
 
 
-def test_fsdp2_without_expert_parallelism(pool2: Pool, saved: dict[str, str]):
+def test_fsdp2_without_expert_parallelism(pool2: Pool, saved: dict[str, str]) -> None:
     pool2.run(fsdp_equals_eager, saved["qwen3"], torch.float64, limit_s=LIMIT_S)
     pool2.run(fsdp_equals_eager, saved["glm4"], torch.float32, limit_s=LIMIT_S)
 
@@ -142,7 +145,7 @@ def ddp_equals_eager(path: str, lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
-def test_ddp_with_idle_experts(pool2: Pool, saved: dict[str, str], name: str):
+def test_ddp_with_idle_experts(pool2: Pool, saved: dict[str, str], name: str) -> None:
     pool2.run(ddp_equals_eager, saved[name], [2, 3], limit_s=LIMIT_S)
 
 
@@ -162,7 +165,9 @@ def checkpointing_keeps_numbers(path: str, layout: dict[str, Any], use_reentrant
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("ep", [1, 2])
-def test_checkpointing_under_ep_and_fsdp(pool2: Pool, saved: dict[str, str], use_reentrant: bool, ep: int):
+def test_checkpointing_under_ep_and_fsdp(
+    pool2: Pool, saved: dict[str, str], use_reentrant: bool, ep: int
+) -> None:
     layout = {"fsdp_size": 2} | ({"ep_size": 2, "ep_implementation": "lrmoe"} if ep == 2 else {})
     pool2.run(checkpointing_keeps_numbers, saved["qwen3"], layout, use_reentrant, limit_s=LIMIT_S)
 
@@ -197,7 +202,7 @@ def pruned_steps(path: str) -> dict[str, Any]:
     }
 
 
-def test_ep2_training_steps_agree_over_ranks(pool2: Pool, saved: dict[str, str]):
+def test_ep2_training_steps_agree_over_ranks(pool2: Pool, saved: dict[str, str]) -> None:
     first, second = pool2.run(pruned_steps, saved["glm4"], limit_s=LIMIT_S)
     assert first == second
     pairs = 2 * (2 * 8 + 2 * 9 - 3)
@@ -229,14 +234,14 @@ def sharded_equals_eager(path: str, lengths: list[int]) -> None:
         pickle.dumps(model.model.layers[1].mlp.experts)
 
 
-def local_step(model: nn.Module, ids_BS: Tensor) -> dict[str, Tensor]:
+def local_step(model: PreTrainedModel, ids_BS: Tensor) -> dict[str, Tensor]:
     """Gradients of the mean loss: dense ones averaged over ranks, expert ones complete on their rank."""
     reduce_by_hand(model, ids_BS)
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
-def test_shard_experts(pool2: Pool, saved: dict[str, str], name: str):
+def test_shard_experts(pool2: Pool, saved: dict[str, str], name: str) -> None:
     pool2.run(sharded_equals_eager, saved[name], [11, 4], limit_s=LIMIT_S)
 
 
@@ -265,7 +270,7 @@ def other_layouts_refused(path: str) -> None:
         lrmoe_hf.enable(model, EXACT, group=alone)
 
 
-def test_other_layouts_are_refused(pool2: Pool, saved: dict[str, str]):
+def test_other_layouts_are_refused(pool2: Pool, saved: dict[str, str]) -> None:
     pool2.run(uneven_refused, saved["qwen3"], limit_s=LIMIT_S)
     pool2.run(other_layouts_refused, saved["qwen3"], limit_s=LIMIT_S)
 
@@ -282,5 +287,5 @@ def generates(path: str) -> list[list[int]]:
     return ours.tolist()
 
 
-def test_generation_under_ep(pool2: Pool, saved: dict[str, str]):
+def test_generation_under_ep(pool2: Pool, saved: dict[str, str]) -> None:
     pool2.run(generates, saved["qwen3"], limit_s=LIMIT_S)

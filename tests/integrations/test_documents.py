@@ -25,7 +25,7 @@ def blocks(page: str) -> list[str]:
     return BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
-def test_every_snippet_that_trains_sets_training_mode():
+def test_every_snippet_that_trains_sets_training_mode() -> None:
     examples = [(ROOT / "examples" / name).read_text("utf-8") for name in ("ep_torchrun.py",)]
     snippets = [block for page in PAGES for block in blocks(page)] + examples + [lrmoe_hf.__doc__]
     enabling = [snippet for snippet in snippets if "lrmoe_hf.enable(" in snippet]
@@ -43,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.distributed
-def test_expert_parallel_snippet_runs_as_printed(tmp_path: Path, saved: str):
+def test_expert_parallel_snippet_runs_as_printed(tmp_path: Path, saved: str) -> None:
     snippet = next(block for block in blocks("docs/quickstart.md") if "ep_implementation" in block)
     assert MODEL in snippet
     (tmp_path / "train.py").write_text(snippet.replace(MODEL, saved), encoding="utf-8")
@@ -77,7 +77,7 @@ def filled(names: list[str]) -> list[str]:
     return names
 
 
-def test_telemetry_page_lists_every_key_and_no_other():
+def test_telemetry_page_lists_every_key_and_no_other() -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(observe=True))
     run(model, make_tokens())
@@ -90,7 +90,7 @@ def test_telemetry_page_lists_every_key_and_no_other():
     assert logged == known | checks
 
 
-def test_telemetry_page_lists_every_field_of_a_record_and_no_other():
+def test_telemetry_page_lists_every_field_of_a_record_and_no_other() -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(observe=True))
     run(model, make_tokens())
@@ -101,7 +101,7 @@ def test_telemetry_page_lists_every_field_of_a_record_and_no_other():
     assert {field.name for field in dataclasses.fields(record)} == attributes | flat
 
 
-def test_telemetry_page_lists_every_decision_and_no_other():
+def test_telemetry_page_lists_every_decision_and_no_other() -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(drop="auto", max_added_variance=0.1, warmup_steps=0))
     run(model, make_tokens())
@@ -109,6 +109,6 @@ def test_telemetry_page_lists_every_decision_and_no_other():
     assert names_in("figure of `as_dict()`") == [record.control.keys()]
 
 
-def test_telemetry_page_lists_what_a_short_log_has():
+def test_telemetry_page_lists_what_a_short_log_has() -> None:
     section = TELEMETRY.split("### The short log of the Trainer")[1].split("\n|")[0]
     assert set(SHORT) <= set(re.findall(r"`(\w+)`", section))

@@ -69,7 +69,7 @@ def outcome(experts: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_experts_class_is_exact_or_refused():
+def test_every_experts_class_is_exact_or_refused() -> None:
     exact, refused = [], []
     for name, modeling, configurations in classes():
         torch.manual_seed(0)

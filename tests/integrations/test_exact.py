@@ -18,7 +18,7 @@ PRUNED = LRMoEConfig(max_drop=0.4, warmup_steps=0)
 
 @pytest.mark.parametrize("name", SUPPORTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_enabled_model_equals_eager_model(name: str, dtype: torch.dtype):
+def test_enabled_model_equals_eager_model(name: str, dtype: torch.dtype) -> None:
     eager, ids = make_model(name, dtype=dtype), make_tokens()
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, EXACT)
@@ -26,7 +26,7 @@ def test_enabled_model_equals_eager_model(name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
-def test_bfloat16_model_equals_eager_model(name: str):
+def test_bfloat16_model_equals_eager_model(name: str) -> None:
     eager, ids = make_model(name, dtype=torch.bfloat16, initializer_range=0.005), make_tokens()
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, EXACT)
@@ -39,7 +39,7 @@ def test_bfloat16_model_equals_eager_model(name: str):
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(name: str, use_reentrant: bool):
+def test_gradient_checkpointing(name: str, use_reentrant: bool) -> None:
     eager, ids = make_model(name, dtype=torch.float64), make_tokens()
     model = copy.deepcopy(eager)
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -50,7 +50,7 @@ def test_gradient_checkpointing(name: str, use_reentrant: bool):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_pruned_gradients_do_not_depend_on_checkpointing(use_reentrant: bool):
+def test_pruned_gradients_do_not_depend_on_checkpointing(use_reentrant: bool) -> None:
     plain, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     replayed = copy.deepcopy(plain)
     replayed.activation_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -62,7 +62,7 @@ def test_pruned_gradients_do_not_depend_on_checkpointing(use_reentrant: bool):
 
 
 @pytest.mark.parametrize("estimator", ["sampled", "topk"])
-def test_pruning_changes_gradients_and_nothing_of_the_forward(estimator: str):
+def test_pruning_changes_gradients_and_nothing_of_the_forward(estimator: str) -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     model = copy.deepcopy(eager)
     handle = lrmoe_hf.enable(model, PRUNED.replace(estimator=estimator))
@@ -79,7 +79,7 @@ def test_pruning_changes_gradients_and_nothing_of_the_forward(estimator: str):
 @pytest.mark.parametrize(
     "frozen", [("gate_up_proj", "down_proj"), ("gate_up_proj",), ("down_proj",), ("gate.weight",)], ids=str
 )
-def test_frozen_parts_get_no_gradient_and_thaw(frozen: tuple[str, ...]):
+def test_frozen_parts_get_no_gradient_and_thaw(frozen: tuple[str, ...]) -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     for name, parameter in eager.named_parameters():
         parameter.requires_grad_(not name.endswith(frozen))
@@ -93,7 +93,7 @@ def test_frozen_parts_get_no_gradient_and_thaw(frozen: tuple[str, ...]):
     assert_same(run(model, ids), eager, ids)
 
 
-def test_one_experts_module_used_in_two_layers():
+def test_one_experts_module_used_in_two_layers() -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     layers = eager.model.layers
     layers[1].mlp.experts = layers[0].mlp.experts
@@ -105,7 +105,7 @@ def test_one_experts_module_used_in_two_layers():
     assert_same(run(model, ids), eager, ids)
 
 
-def test_tied_parameters_of_two_experts_modules():
+def test_tied_parameters_of_two_experts_modules() -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     first, second = (layer.mlp.experts for layer in eager.model.layers)
     second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
@@ -115,7 +115,7 @@ def test_tied_parameters_of_two_experts_modules():
     assert_same(run(model, ids), eager, ids)
 
 
-def test_micro_batches_add_up():
+def test_micro_batches_add_up() -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens(batch=4)
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, EXACT)
@@ -126,7 +126,7 @@ def test_micro_batches_add_up():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_weights_computed_by_an_adapter():
+def test_weights_computed_by_an_adapter() -> None:
     """What adapter libraries do to fused experts: the weight is a function of a frozen base and a trained part."""
 
     class LowRank(nn.Module):
@@ -152,7 +152,7 @@ def test_weights_computed_by_an_adapter():
     assert_same(actual, eager, ids)
 
 
-def test_gradients_in_eval_mode_are_complete_and_warned_of_once():
+def test_gradients_in_eval_mode_are_complete_and_warned_of_once() -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64).eval(), make_tokens()
     model = copy.deepcopy(eager)
     handle = lrmoe_hf.enable(model, PRUNED)
@@ -165,7 +165,7 @@ def test_gradients_in_eval_mode_are_complete_and_warned_of_once():
     assert handle.summary()["calls"] == 0
 
 
-def test_autocast_stays_near_the_eager_model():
+def test_autocast_stays_near_the_eager_model() -> None:
     eager, ids = make_model("qwen3"), make_tokens()
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, EXACT)
@@ -179,7 +179,7 @@ def test_autocast_stays_near_the_eager_model():
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler itself
-def test_compiled_block_equals_eager_block():
+def test_compiled_block_equals_eager_block() -> None:
     eager = make_model("qwen3", dtype=torch.float64)
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, EXACT)
@@ -194,7 +194,7 @@ def test_compiled_block_equals_eager_block():
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_implementation_name_without_enable_is_exact():
+def test_implementation_name_without_enable_is_exact() -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     model = copy.deepcopy(eager)
     lrmoe_hf.register()

@@ -31,7 +31,7 @@ def kept_shares(handle: lrmoe_hf.Handle) -> set[float]:
     return {round(record.kept_share, 2) for record in handle.telemetry.drain()}
 
 
-def test_disable_restores_the_model():
+def test_disable_restores_the_model() -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     model = copy.deepcopy(eager)
     configs = [layer.mlp.experts.config for layer in model.model.layers]
@@ -50,7 +50,7 @@ def test_disable_restores_the_model():
         handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_another_model_of_the_same_configuration_is_untouched():
+def test_another_model_of_the_same_configuration_is_untouched() -> None:
     first, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     second = type(first)(first.config).double().train()
     assert second.config is first.config
@@ -60,7 +60,7 @@ def test_another_model_of_the_same_configuration_is_untouched():
     assert_same(run(second, ids), second, ids)
 
 
-def test_a_copied_or_pickled_model_is_not_enabled_and_exact():
+def test_a_copied_or_pickled_model_is_not_enabled_and_exact() -> None:
     model, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     eager = copy.deepcopy(model)
     lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
@@ -73,7 +73,7 @@ def test_a_copied_or_pickled_model_is_not_enabled_and_exact():
     assert experts._lrmoe.layer is None
 
 
-def test_a_model_that_is_not_enabled_needs_no_clock():
+def test_a_model_that_is_not_enabled_needs_no_clock() -> None:
     model, ids = make_model("qwen3", num_hidden_layers=1), make_tokens(batch=1, length=4)
     lrmoe_hf.register()
     model.set_experts_implementation("lrmoe")
@@ -81,14 +81,14 @@ def test_a_model_that_is_not_enabled_needs_no_clock():
         run(model, ids)
 
 
-def test_state_dict_of_the_model_is_unchanged():
+def test_state_dict_of_the_model_is_unchanged() -> None:
     model = make_model("qwen3")
     names = list(model.state_dict())
     lrmoe_hf.enable(model)
     assert list(model.state_dict()) == names
 
 
-def test_attach_steps_the_clock_per_optimizer_step():
+def test_attach_steps_the_clock_per_optimizer_step() -> None:
     model, ids = make_model("qwen3"), make_tokens()
     handle = lrmoe_hf.enable(model, WARMUP2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -106,7 +106,7 @@ def test_attach_steps_the_clock_per_optimizer_step():
     assert all(max(shares) < 0.7 for shares in seen[2:])
 
 
-def test_attach_refuses_what_is_no_optimizer_and_changes_nothing():
+def test_attach_refuses_what_is_no_optimizer_and_changes_nothing() -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, EXACT)
     for wrong in (model, "adamw", torch.optim.SGD):
@@ -118,7 +118,7 @@ def test_attach_refuses_what_is_no_optimizer_and_changes_nothing():
     assert not handle.clock.expected
 
 
-def test_attach_refuses_a_second_optimizer_and_forgets_a_dead_one():
+def test_attach_refuses_a_second_optimizer_and_forgets_a_dead_one() -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, EXACT)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -133,7 +133,7 @@ def test_attach_refuses_a_second_optimizer_and_forgets_a_dead_one():
     handle.attach(other)
 
 
-def test_the_model_keeps_its_handle_and_lets_it_go():
+def test_the_model_keeps_its_handle_and_lets_it_go() -> None:
     model, ids = make_model("qwen3"), make_tokens()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     lrmoe_hf.enable(model, WARMUP2).attach(optimizer)
@@ -149,7 +149,7 @@ def test_the_model_keeps_its_handle_and_lets_it_go():
     assert gone() is None
 
 
-def test_a_forgotten_clock_warns_once_and_calls_count():
+def test_a_forgotten_clock_warns_once_and_calls_count() -> None:
     model, ids = make_model("qwen3", num_hidden_layers=1), make_tokens(batch=1, length=4)
     handle = lrmoe_hf.enable(model, WARMUP2)
     with warnings.catch_warnings(record=True) as caught:
@@ -162,7 +162,7 @@ def test_a_forgotten_clock_warns_once_and_calls_count():
     assert records[-1].kept_share < 0.7
 
 
-def test_an_attached_handle_waits_for_the_end_of_a_long_step():
+def test_an_attached_handle_waits_for_the_end_of_a_long_step() -> None:
     model = make_model("qwen3", num_hidden_layers=1)
     ids = make_tokens(batch=1, length=4)
     handle = lrmoe_hf.enable(model, WARMUP2)
@@ -179,7 +179,7 @@ def test_an_attached_handle_waits_for_the_end_of_a_long_step():
 
 
 @pytest.mark.filterwarnings("ignore:lrmoe. gradients flow")  # which the layer says by itself
-def test_steps_without_a_training_call_warn_once():
+def test_steps_without_a_training_call_warn_once() -> None:
     model, ids = make_model("qwen3"), make_tokens()
     handle = lrmoe_hf.enable(model, WARMUP2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -199,7 +199,7 @@ def test_steps_without_a_training_call_warn_once():
     assert handle.clock.step == 9
 
 
-def test_state_survives_json_and_a_new_handle():
+def test_state_survives_json_and_a_new_handle() -> None:
     model, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     config = LRMoEConfig(max_drop=0.4, warmup_steps=1)
@@ -229,7 +229,7 @@ def test_state_survives_json_and_a_new_handle():
         ({"version": None}, "version None"),
     ],
 )
-def test_bad_state_is_refused_and_changes_nothing(damage: dict[str, object], message: str):
+def test_bad_state_is_refused_and_changes_nothing(damage: dict[str, object], message: str) -> None:
     handle = lrmoe_hf.enable(make_model("qwen3"), EXACT)
     state = handle.state_dict()
     with pytest.raises(CheckpointError, match=message):
@@ -237,7 +237,7 @@ def test_bad_state_is_refused_and_changes_nothing(damage: dict[str, object], mes
     assert handle.state_dict() == state
 
 
-def test_summary_counts_drained_and_undrained_calls():
+def test_summary_counts_drained_and_undrained_calls() -> None:
     model, ids = make_model("qwen3"), make_tokens()
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=1))
     run(model, ids)
@@ -252,7 +252,7 @@ def test_summary_counts_drained_and_undrained_calls():
     json.dumps(summary)
 
 
-def test_figures_are_means_and_worst_layers_under_the_names_of_a_training_run():
+def test_figures_are_means_and_worst_layers_under_the_names_of_a_training_run() -> None:
     model, ids = make_model("qwen3"), make_tokens()
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0, check_every=1))
     run(model, ids)
@@ -271,7 +271,9 @@ def test_figures_are_means_and_worst_layers_under_the_names_of_a_training_run():
     assert handle.figures() == {}
 
 
-def test_the_dropped_energy_is_looked_at_where_nobody_reads_the_records(caplog: pytest.LogCaptureFixture):
+def test_the_dropped_energy_is_looked_at_where_nobody_reads_the_records(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, ids = make_model("qwen3"), make_tokens()
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0, estimator="topk"))
     for step in range(50):
@@ -284,7 +286,7 @@ def test_the_dropped_energy_is_looked_at_where_nobody_reads_the_records(caplog: 
     assert len([text for text in caplog.messages if "estimator='topk'" in text]) == len(handle.layers)
 
 
-def test_the_summary_and_its_lines_tell_what_the_checks_found():
+def test_the_summary_and_its_lines_tell_what_the_checks_found() -> None:
     model, ids = make_model("qwen3"), make_tokens()
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0, check_every=1))
     for _ in range(2):
@@ -302,7 +304,7 @@ def test_the_summary_and_its_lines_tell_what_the_checks_found():
     assert line in str(handle)
 
 
-def test_without_checks_the_summary_is_silent_about_them():
+def test_without_checks_the_summary_is_silent_about_them() -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
     run(model, make_tokens())
@@ -310,7 +312,7 @@ def test_without_checks_the_summary_is_silent_about_them():
     assert "exact one" not in str(handle)
 
 
-def test_worst_layers_keep_least_and_peak_highest():
+def test_worst_layers_keep_least_and_peak_highest() -> None:
     telemetry = SummedTelemetry()
     for layer, kept in enumerate((4, 1)):
         call = open_call(0)
@@ -322,7 +324,7 @@ def test_worst_layers_keep_least_and_peak_highest():
     assert (found["lrmoe/backward_peak"], found["lrmoe/backward_peak_worst"]) == (0.625, 1.0)
 
 
-def test_observe_is_exact_and_tells_by_share_what_pruning_saves():
+def test_observe_is_exact_and_tells_by_share_what_pruning_saves() -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     model = copy.deepcopy(eager)
     handle = lrmoe_hf.enable(model, LRMoEConfig(observe=True, warmup_steps=0, max_drop=0.4))
@@ -346,7 +348,7 @@ def test_observe_is_exact_and_tells_by_share_what_pruning_saves():
     assert f"max_drop=0.4: {4 * int(0.4 * pairs)} rows and 0 bytes less," in text
 
 
-def test_printing_the_handle_tells_what_happened():
+def test_printing_the_handle_tells_what_happened() -> None:
     model, ids = make_model("qwen3"), make_tokens()
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=1))
     assert "0 training calls of 2 MoE layers; is the model in training mode" in str(handle)
@@ -361,7 +363,7 @@ def test_printing_the_handle_tells_what_happened():
     assert len(lines) == 4
 
 
-def test_report_names_the_busiest_rank_and_broken_scores():
+def test_report_names_the_busiest_rank_and_broken_scores() -> None:
     summary = {
         "step": 3, "layers": 1, "calls": 3, "drop_reasons": {"observe": 3}, "kept_share": 1.0, "forward_peak": 1.5,
         "backward_peak": 1.5, "dropped_energy": 0.0, "added_variance": 0.0, "moe_layer_ms": 2.0,
@@ -380,7 +382,7 @@ def test_report_names_the_busiest_rank_and_broken_scores():
     ]
 
 
-def test_a_configuration_of_another_kind_is_refused():
+def test_a_configuration_of_another_kind_is_refused() -> None:
     model = make_model("qwen3")
     for wrong in ({"max_drop": 0.3}, 0.3):
         with pytest.raises(
@@ -412,7 +414,7 @@ def test_a_configuration_of_another_kind_is_refused():
         ),
     ],
 )
-def test_enable_prints_one_line(config: LRMoEConfig, line: str, capfd: pytest.CaptureFixture[str]):
+def test_enable_prints_one_line(config: LRMoEConfig, line: str, capfd: pytest.CaptureFixture[str]) -> None:
     model = make_model("qwen3")
     capfd.readouterr()
     lrmoe_hf.enable(model, config)
@@ -421,11 +423,11 @@ def test_enable_prints_one_line(config: LRMoEConfig, line: str, capfd: pytest.Ca
     assert err == f"lrmoe: 2 MoE layers: {line}\n"
 
 
-def test_the_line_names_ranks_where_there_are_several():
+def test_the_line_names_ranks_where_there_are_several() -> None:
     assert describe(EXACT, 1, 8).startswith("1 MoE layer over 8 ranks: ")
 
 
-def test_group_without_shard_experts_is_refused():
+def test_group_without_shard_experts_is_refused() -> None:
     class TwoRanks:
         def size(self) -> int:
             return 2
@@ -434,7 +436,7 @@ def test_group_without_shard_experts_is_refused():
         lrmoe_hf.enable(make_model("qwen3"), group=TwoRanks())  # type: ignore[arg-type]
 
 
-def test_parameters_split_into_experts_and_dense():
+def test_parameters_split_into_experts_and_dense() -> None:
     model = make_model("glm4")
     experts, dense = list(lrmoe_hf.expert_parameters(model)), list(lrmoe_hf.dense_parameters(model))
     names = {id(p): n for n, p in model.named_parameters()}
@@ -465,7 +467,7 @@ def open_call(step: int) -> OpenCall:
 
 
 @pytest.mark.parametrize("change", [{"score_sums": [[1.0]]}, "missing"])
-def test_a_state_that_does_not_fit_changes_nothing(change: object):
+def test_a_state_that_does_not_fit_changes_nothing(change: object) -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(warmup_steps=0))
     run(model, make_tokens())
@@ -483,7 +485,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change: object):
     assert handle.state_dict() == before
 
 
-def test_the_summary_tells_how_much_could_be_dropped():
+def test_the_summary_tells_how_much_could_be_dropped() -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(warmup_steps=1, drop="auto", max_added_variance=0.05))
     for _ in range(4):

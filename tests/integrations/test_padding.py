@@ -38,7 +38,7 @@ def padded_batch(side: str) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_run_equals_unpadded_run(name: str, side: str):
+def test_padded_run_equals_unpadded_run(name: str, side: str) -> None:
     eager = make_model(name, dtype=torch.float64)
     eager.set_attn_implementation("sdpa")  # the eager kind gives NaN for rows without any key in float64
     model = copy.deepcopy(eager)
@@ -61,7 +61,7 @@ def test_padded_run_equals_unpadded_run(name: str, side: str):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False, None])
-def test_quotas_come_from_real_tokens_only(use_reentrant: bool | None):
+def test_quotas_come_from_real_tokens_only(use_reentrant: bool | None) -> None:
     model = make_model("qwen3")
     if use_reentrant is not None:
         model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -72,7 +72,7 @@ def test_quotas_come_from_real_tokens_only(use_reentrant: bool | None):
     assert [(record.pairs, record.kept) for record in records] == [(22, 11)] * 2
 
 
-def test_nan_in_padding_does_not_spread():
+def test_nan_in_padding_does_not_spread() -> None:
     model = make_model("qwen3", dtype=torch.float64)
     lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.3, warmup_steps=0))
     block = model.model.layers[0].mlp
@@ -89,7 +89,7 @@ def test_nan_in_padding_does_not_spread():
     assert dirty.grad[mask == 1].isfinite().all()
 
 
-def test_a_batch_of_padding_only():
+def test_a_batch_of_padding_only() -> None:
     model = make_model("qwen3")
     lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.3, warmup_steps=0))
     block = model.model.layers[0].mlp
@@ -101,7 +101,7 @@ def test_a_batch_of_padding_only():
     assert not block.experts.gate_up_proj.grad.any()
 
 
-def test_all_ones_marks_nothing_and_positional_masks_are_read():
+def test_all_ones_marks_nothing_and_positional_masks_are_read() -> None:
     ids, mask, _ = padded_batch("left")
     assert token_mask({"input_ids": ids, "attention_mask": torch.ones_like(mask)}) is None
     model = make_model("qwen3")
@@ -111,12 +111,12 @@ def test_all_ones_marks_nothing_and_positional_masks_are_read():
 
 
 @pytest.mark.parametrize("other", [None, torch.zeros(2, 1, 8, 8), {"full_attention": None}])
-def test_other_kinds_of_masks_are_left_alone(other: object):
+def test_other_kinds_of_masks_are_left_alone(other: object) -> None:
     assert token_mask({"input_ids": torch.ones(2, 8), "attention_mask": other}) is None
 
 
 @pytest.mark.parametrize("shape", [(2, 7), (1, 8), (3, 8)])
-def test_a_mask_of_the_wrong_shape_is_refused(shape: tuple[int, int]):
+def test_a_mask_of_the_wrong_shape_is_refused(shape: tuple[int, int]) -> None:
     model = make_model("qwen3")
     lrmoe_hf.enable(model, EXACT)
     ids = make_tokens(2, 8)
@@ -125,7 +125,7 @@ def test_a_mask_of_the_wrong_shape_is_refused(shape: tuple[int, int]):
     run(model, ids)  # nothing is left open
 
 
-def test_the_context_closes_when_forward_fails():
+def test_the_context_closes_when_forward_fails() -> None:
     model = make_model("qwen3")
     lrmoe_hf.enable(model, EXACT)
     ids, mask, _ = padded_batch("left")
@@ -135,7 +135,7 @@ def test_the_context_closes_when_forward_fails():
     assert model.model.layers[0].mlp(hidden).abs().sum(-1).all()
 
 
-def test_two_models_in_one_container_read_their_own_masks():
+def test_two_models_in_one_container_read_their_own_masks() -> None:
     models = torch.nn.ModuleList([make_model("qwen3"), make_model("glm4")])
     handle = lrmoe_hf.enable(models, EXACT)
     ids, mask, labels = padded_batch("right")
@@ -146,7 +146,7 @@ def test_two_models_in_one_container_read_their_own_masks():
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generation_with_left_padding(name: str, use_cache: bool):
+def test_generation_with_left_padding(name: str, use_cache: bool) -> None:
     eager = make_model(name, dtype=torch.float64).eval()
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, EXACT)
@@ -158,7 +158,7 @@ def test_generation_with_left_padding(name: str, use_cache: bool):
 
 
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_touches_nothing(grad_mode: type):
+def test_evaluation_touches_nothing(grad_mode: type) -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     model = copy.deepcopy(eager)
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.4, warmup_steps=0))
@@ -181,7 +181,7 @@ def test_evaluation_touches_nothing(grad_mode: type):
         assert torch.equal(ours[key], value), key
 
 
-def test_auxiliary_loss_still_reaches_the_router():
+def test_auxiliary_loss_still_reaches_the_router() -> None:
     eager, ids = make_model("qwen3", dtype=torch.float64), make_tokens()
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, EXACT)
@@ -189,7 +189,7 @@ def test_auxiliary_loss_still_reaches_the_router():
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-def test_a_copied_model_carries_no_mask_hooks(pickled: bool, tmp_path: Path):
+def test_a_copied_model_carries_no_mask_hooks(pickled: bool, tmp_path: Path) -> None:
     """The copy is not enabled; enabling it must not leave two hooks whose masks outlive the forward."""
     model = make_model("qwen3", dtype=torch.float64)
     plain = copy.deepcopy(model)
@@ -207,7 +207,7 @@ def test_a_copied_model_carries_no_mask_hooks(pickled: bool, tmp_path: Path):
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_two_threads_run_one_model_with_their_own_masks():
+def test_two_threads_run_one_model_with_their_own_masks() -> None:
     model = make_model("qwen3", dtype=torch.float64).eval()
     lrmoe_hf.enable(model, EXACT)
     ids, mask, _ = padded_batch("right")

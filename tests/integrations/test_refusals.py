@@ -20,7 +20,7 @@ FIRST = "model.layers.0.mlp.experts"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gpt_oss_is_refused_with_every_flag():
+def test_gpt_oss_is_refused_with_every_flag() -> None:
     model = make_model("gpt_oss")
     with pytest.raises(UnsupportedError, match=FIRST) as refusal:
         lrmoe_hf.enable(model)
@@ -63,7 +63,7 @@ def _quantise(experts: nn.Module) -> None:
 )
 def test_a_flag_of_the_second_layer_is_refused_and_the_first_is_untouched(
     change: Callable[[nn.Module], None], named: str
-):
+) -> None:
     model = make_model("qwen3")
     first, second = (layer.mlp.experts for layer in model.model.layers)
     change(second)
@@ -78,23 +78,23 @@ def test_a_flag_of_the_second_layer_is_refused_and_the_first_is_untouched(
 @pytest.mark.parametrize(
     ("hidden_act", "kind"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_new", "gelu_tanh")]
 )
-def test_activation_is_recognised(hidden_act: str, kind: str):
+def test_activation_is_recognised(hidden_act: str, kind: str) -> None:
     handle = lrmoe_hf.enable(make_model("qwen3", hidden_act=hidden_act))
     assert {layer.activation for layer in handle.layers.values()} == {kind}
 
 
 @pytest.mark.parametrize("hidden_act", ["relu", "quick_gelu", "gelu_fast", "mish", "gelu_10"])
-def test_other_activations_are_refused(hidden_act: str):
+def test_other_activations_are_refused(hidden_act: str) -> None:
     with pytest.raises(UnsupportedError, match="an activation other than silu, gelu, gelu_tanh"):
         lrmoe_hf.enable(make_model("qwen3", hidden_act=hidden_act))
 
 
-def test_a_model_without_experts_is_refused():
+def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="Linear has no experts module"):
         lrmoe_hf.enable(nn.Linear(2, 2))
 
 
-def test_enabling_twice_is_an_error_until_disabled():
+def test_enabling_twice_is_an_error_until_disabled() -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model)
     with pytest.raises(ConfigError, match=r"enabled on this model already; call handle.disable\(\) first"):
@@ -104,7 +104,7 @@ def test_enabling_twice_is_an_error_until_disabled():
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.22.0", "5.0.0rc1"])
-def test_an_old_transformers_is_refused(version: str):
+def test_an_old_transformers_is_refused(version: str) -> None:
     with pytest.raises(
         UnsupportedError,
         match=rf"transformers {version} is installed, lrmoe needs .*>=5.23.*install -U transformers",
@@ -113,11 +113,11 @@ def test_an_old_transformers_is_refused(version: str):
 
 
 @pytest.mark.parametrize("version", ["5.23.0", "5.24.0.dev0", "6.0.0"])
-def test_a_new_transformers_is_accepted(version: str):
+def test_a_new_transformers_is_accepted(version: str) -> None:
     check_version(version)
 
 
-def test_missing_transformers_names_the_extra():
+def test_missing_transformers_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import lrmoe\n"
@@ -132,7 +132,7 @@ def test_missing_transformers_names_the_extra():
     assert 'pip install -e ".[transformers]"' in done.stdout
 
 
-def test_importing_registers_nothing():
+def test_importing_registers_nothing() -> None:
     code = (
         "import lrmoe.integrations.transformers as lrmoe_hf\n"
         "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as experts\n"

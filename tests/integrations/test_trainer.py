@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
 from lrmoe import ConfigError, LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
@@ -18,7 +17,7 @@ from tests.integrations.trainers import four_steps as arguments
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore::FutureWarning")
 
 
-def test_callback_steps_the_clock_and_logs(tmp_path: Path):
+def test_callback_steps_the_clock_and_logs(tmp_path: Path) -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=2))
     seen: list[dict[str, float]] = []
@@ -44,7 +43,7 @@ def test_callback_steps_the_clock_and_logs(tmp_path: Path):
     assert handle.summary()["calls"] == 4 * 2 * len(handle.layers)
 
 
-def test_reporters_of_the_callback_see_figures_and_histograms(tmp_path: Path):
+def test_reporters_of_the_callback_see_figures_and_histograms(tmp_path: Path) -> None:
     class Reporter:
         def __init__(self) -> None:
             self.seen: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
@@ -77,19 +76,19 @@ def test_reporters_of_the_callback_see_figures_and_histograms(tmp_path: Path):
         assert histograms["lrmoe/kept_share_by_layer"] == pytest.approx([0.5] * len(handle.layers))
 
 
-def test_the_callback_names_the_logs_it_has():
+def test_the_callback_names_the_logs_it_has() -> None:
     with pytest.raises(
         ConfigError, match=r"log='layer' \(did you mean 'layers'\?\): must be one of totals, layers"
     ):
         lrmoe_hf.LRMoECallback(log="layer")
 
 
-def test_the_callback_keeps_its_log_where_the_trainer_rebuilds_it():
+def test_the_callback_keeps_its_log_where_the_trainer_rebuilds_it() -> None:
     saved = lrmoe_hf.LRMoECallback(log="layers").state()
     assert lrmoe_hf.LRMoECallback.from_state(saved).log == "layers"
 
 
-def test_the_callback_waits_for_the_end_of_a_long_step(tmp_path: Path):
+def test_the_callback_waits_for_the_end_of_a_long_step(tmp_path: Path) -> None:
     model = make_model("qwen3", num_hidden_layers=1)
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=1))
     options = {"max_steps": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 70}
@@ -102,7 +101,7 @@ def test_the_callback_waits_for_the_end_of_a_long_step(tmp_path: Path):
     assert handle.summary()["drop_reasons"] == {"warmup": 70, "always": 70}
 
 
-def test_an_attached_optimizer_is_not_counted_twice(tmp_path: Path):
+def test_an_attached_optimizer_is_not_counted_twice(tmp_path: Path) -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -119,11 +118,11 @@ def test_an_attached_optimizer_is_not_counted_twice(tmp_path: Path):
 
 
 @pytest.mark.parametrize("restore_callbacks", [False, True])
-def test_resume_goes_on_with_clock_and_controllers(tmp_path: Path, restore_callbacks: bool):
+def test_resume_goes_on_with_clock_and_controllers(tmp_path: Path, restore_callbacks: bool) -> None:
     config = LRMoEConfig(max_drop=0.5, warmup_steps=3)
 
     def train(
-        model: nn.Module, folder: Path, steps: int, *, resume: bool = False
+        model: PreTrainedModel, folder: Path, steps: int, *, resume: bool = False
     ) -> tuple[lrmoe_hf.Handle, Trainer]:
         handle = lrmoe_hf.enable(model, config)
         options = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "constant"}
@@ -150,7 +149,7 @@ def test_resume_goes_on_with_clock_and_controllers(tmp_path: Path, restore_callb
         assert torch.equal(ours, theirs)
 
 
-def test_callback_finds_the_handle_and_says_when_there_is_none(tmp_path: Path):
+def test_callback_finds_the_handle_and_says_when_there_is_none(tmp_path: Path) -> None:
     model = make_model("qwen3")
     trainer = Trainer(
         model,
@@ -165,7 +164,7 @@ def test_callback_finds_the_handle_and_says_when_there_is_none(tmp_path: Path):
     assert handle.clock.step == 1
 
 
-def test_evaluation_inside_training_leaves_the_controllers_alone(tmp_path: Path):
+def test_evaluation_inside_training_leaves_the_controllers_alone(tmp_path: Path) -> None:
     model = make_model("qwen3")
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.5, warmup_steps=0))
     Trainer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ IDEAL = Calibration(
 SHAPE = ExpertShape(hidden=500, width=100, element_bytes=2)  # 1 kB rows, 0.3 MFLOP per row, 300 kB of weights
 
 
-def at_home(counts: np.ndarray, ranks_per_node: int | None = None, **options: object) -> LayerPlan:
+def at_home(counts: np.ndarray, ranks_per_node: int | None = None, **options: Any) -> LayerPlan:
     topology = Topology(ranks=counts.shape[0], experts=counts.shape[1], ranks_per_node=ranks_per_node)
     policy = "lrmoe" if options else "megatron"
     return get_policy(policy)(Problem(counts_RE=counts.astype(np.int64), topology=topology, **options))
@@ -48,7 +49,7 @@ def loaded(peak: float, *, ranks: int = 8, experts: int = 128, pairs: int = 262_
     return np.tile(np.repeat(home * pairs * ranks / experts / ranks, experts // ranks), (ranks, 1)).round()
 
 
-def ideal(plan: LayerPlan, **options: object) -> LayerTime:
+def ideal(plan: LayerPlan, **options: Any) -> LayerTime:
     return predict_layer(SHAPE, ROUND, plan, calibration=IDEAL, top_k=4, planning_ms=0.0, **options)
 
 
@@ -216,7 +217,7 @@ def test_the_public_function_gives_every_phase_in_order() -> None:
 @pytest.mark.parametrize(
     ("options", "said"), [({"top_k": 0}, "top_k=0"), ({"planning_ms": -1.0}, "planning_ms")]
 )
-def test_bad_arguments_are_named(options: dict[str, float], said: str) -> None:
+def test_bad_arguments_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         predict_layer(SHAPE, ROUND, at_home(np.full((2, 2), 5)), **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ QWEN = SHAPES["qwen3-30b-a3b"].expert()
 SMALL = ExpertShape(hidden=8, width=4, element_bytes=2)
 
 
-def problem(counts: list[list[int]], **options: object) -> Problem:
+def problem(counts: list[list[int]], **options: Any) -> Problem:
     array = np.array(counts, dtype=np.int64)
     topology = Topology(ranks=array.shape[0], experts=array.shape[1])
     return Problem(counts_RE=array, topology=topology, **options)
@@ -246,7 +247,7 @@ class TestModelBytes:
             ({"layers": 1, "optimizer": "adam"}, "did you mean 'adamw'"),
         ],
     )
-    def test_bad_values_are_named(self, fields: dict[str, object], said: str) -> None:
+    def test_bad_values_are_named(self, fields: dict[str, Any], said: str) -> None:
         with pytest.raises(PlanError, match=said):
             Training(**fields)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -40,7 +42,7 @@ def test_bad_counts_are_refused(counts: np.ndarray, message: str) -> None:
         ({"drop": "sometimes"}, "drop='sometimes'"),
     ],
 )
-def test_bad_limits_are_refused(kwargs: dict[str, object], message: str) -> None:
+def test_bad_limits_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         problem(np.array([[1, 2]]), **kwargs)
 

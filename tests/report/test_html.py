@@ -94,10 +94,7 @@ def test_the_sentence_and_the_tiles_say_the_ratio(compared: Run) -> None:
     assert wall is not None
     assert our_wall is not None
     text = words.verdict(compared)
-    assert (
-        f"lrmoe needed {even(ours / base)} of megatron's time (critical path, modelled link; wall"
-        in text
-    )
+    assert f"lrmoe needed {even(ours / base)} of megatron's time (critical path, modelled link; wall" in text
     assert f"wall {even(our_wall / wall)})" in text
     assert words.tiles(compared)[0][1] == f"{ours / base:.2f}"
 
@@ -108,9 +105,7 @@ def test_times_say_what_is_modelled_and_over_which_link(compared: Run) -> None:
     chart = phases(compared)
     assert chart is not None
     assert speed in chart.caption
-    assert all(
-        f"{s.name} {seconds(s.number('moe_time_wall_s'))}" in chart.caption for s in compared.systems
-    )
+    assert all(f"{s.name} {seconds(s.number('moe_time_wall_s'))}" in chart.caption for s in compared.systems)
     assert "bytes on the link (modelled)" in [trace["name"] for trace in chart.traces]
     assert any("modelled" in row[0] for row in tables.headline(compared).rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ TOPOLOGY = Topology(ranks=4, experts=16)
 LAYER, ALLOWANCE = Layer(), Allowance()
 
 
-def calls(name: str = "lognormal", steps: int = 4, skip: int = 2, **options: object) -> Calls:
+def calls(name: str = "lognormal", steps: int = 4, skip: int = 2, **options: Any) -> Calls:
     sizes = {"ranks": 4, "experts": 16, "top_k": 2, "tokens": 256}
     counts = generate(name, **sizes, seed=1, steps=steps + skip, **options)
     return Calls(name="test", counts=list(counts), skip=skip)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -81,7 +83,7 @@ def test_default_skew_is_that_of_the_defaults() -> None:
 
 
 def test_hot_spots_are_where_they_are_said_to_be() -> None:
-    def hottest(name: str, steps: int, **options: object) -> list[int]:
+    def hottest(name: str, steps: int, **options: Any) -> list[int]:
         counts = generate(name, **SIZES, seed=0, steps=steps, **options)
         return [int(c.sum(axis=0).reshape(4, 16).sum(axis=1).argmax()) for c in counts]
 
@@ -104,7 +106,7 @@ def test_idle_experts_homes_and_sources() -> None:
 
 def test_calibration_reaches_the_published_peak() -> None:
     seeds = range(6)
-    sizes = {"ranks": 8, "experts": 128, "top_k": 8, "tokens": 32768, "sampling": "counts"}
+    sizes: dict[str, Any] = {"ranks": 8, "experts": 128, "top_k": 8, "tokens": 32768, "sampling": "counts"}
     sigma = calibrate(2.49, seeds=seeds, **sizes)
     peaks = [fixed_peak(generate("lognormal", **sizes, seed=s, sigma=sigma)[0]) for s in seeds]
     assert np.mean(peaks) == pytest.approx(2.49, abs=0.01)

@@ -137,7 +137,7 @@ def test_sizes_of_a_trace_count_unless_a_model_is_named() -> None:
 
 
 def test_systems_that_never_moved_an_expert_are_named() -> None:
-    short = {
+    short: dict[str, Any] = {
         "systems": ("megatron", "smartmoe", "symi", "ultraep"),
         "ranks": (4,),
         "experts": (16,),

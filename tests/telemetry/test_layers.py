@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lrmoe.telemetry import PHASES, CallRecord
@@ -37,7 +39,7 @@ def test_the_worst_layer_is_worst_over_its_calls_not_in_one() -> None:
 
 
 def test_memory_and_broken_scores_are_the_most_and_the_sum_of_a_layers_calls() -> None:
-    fields: list[dict[str, object]] = [
+    fields: list[dict[str, Any]] = [
         {
             "mem": {"stash": size},
             "mem_predicted": {"stash": size},
@@ -63,7 +65,7 @@ def test_decisions_are_shown_of_the_calls_that_have_them() -> None:
 
 
 def test_the_latest_check_is_shown() -> None:
-    checks = {"check_cosine": 0.9, "check_relative_error": 0.4}
+    checks: dict[str, Any] = {"check_cosine": 0.9, "check_relative_error": 0.4}
     calls = [
         record(0),
         record(1, step=3, **checks),

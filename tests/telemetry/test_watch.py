@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ CASE = make_case(tokens=61, experts=8, top_k=3, seed=1)
 
 
 def calls(
-    share: float, count: int, *, layer: int = 3, ranks: int = 2, **changes: object
+    share: float, count: int, *, layer: int = 3, ranks: int = 2, **changes: Any
 ) -> list[list[CallRecord]]:
     """Calls whose dropped energy is all on the last rank."""
     return [

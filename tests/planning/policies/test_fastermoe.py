@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from lrmoe.planning.policies import FasterMoE
 from tests.planning.policies.helpers import SHAPES, ask, copies, loads, run, series
 
 # A machine on which one row costs 1 s of compute (forward and backward) and 4 * WIRE s of exchange.
-UNIT = {"hidden": 1, "width": 1, "matrices": 1, "element_bytes": 1, "flops": 6.0}
+UNIT: dict[str, Any] = {"hidden": 1, "width": 1, "matrices": 1, "element_bytes": 1, "flops": 6.0}
 
 
 def greedy(problem: Problem, wire: float, model: float) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,7 +192,7 @@ def test_it_is_held_to_the_slots_it_claims(file: Path) -> None:
 
 
 def test_facts_that_tables_cannot_read_are_refused() -> None:
-    facts = {"title": "x", "source": "x", "acts": "x", "moves": "x"}
+    facts: dict[str, Any] = {"title": "x", "source": "x", "acts": "x", "moves": "x"}
     with pytest.raises(
         PlanError, match="slots='two': must be one of 'none', 'shared', 'resident', 'unbounded'"
     ):
