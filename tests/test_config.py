@@ -157,7 +157,7 @@ def test_configurations_are_immutable_keyword_only_and_survive_json() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.max_drop = 0.5  # type: ignore[misc]
     with pytest.raises(TypeError):
-        LRMoEConfig("lrmoe")  # type: ignore[misc]
+        LRMoEConfig("lrmoe")  # type: ignore[call-arg]
     assert LRMoEConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.replace(max_drop=0.5) == LRMoEConfig(max_drop=0.5, seed=7)
     assert config.max_drop == 0.2

@@ -21,7 +21,7 @@ QUOTED = [
 @functools.cache
 def literals() -> frozenset[str]:
     """Text of every string in the source but docstrings, that between the placeholders of an f-string one by one."""
-    found = set()
+    found: set[str] = set()
     for path in (ROOT / "src" / "lrmoe").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -10,10 +10,10 @@ import torch
 from lrmoe.ops import grouped_mm, grouped_mm_input, grouped_mm_weight
 from tests.cases.common import poison_memory
 from tests.layer.harness import build, exact, kept, pruning, run
-from tests.reference import assert_result, make_case
+from tests.reference import Case, assert_result, make_case
 
 
-def counts_case(counts: list[int], dtype: torch.dtype):
+def counts_case(counts: list[int], dtype: torch.dtype) -> Case:
     ids = torch.tensor([e for e, n in enumerate(counts) for _ in range(n)]).unsqueeze(1)
     case = make_case(tokens=sum(counts), experts=len(counts), top_k=1, hidden=16, width=16, dtype=dtype)
     return dataclasses.replace(case, ids=ids)

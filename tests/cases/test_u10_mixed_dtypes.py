@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lrmoe import ConfigError, LRMoEConfig, RankError
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, world
 from tests.integrations.models import make_model, make_tokens, run
 from tests.integrations.ranks import LIMIT_S, load, save_models
 from tests.layer.harness import build, exact, forward, leaves, pruning
@@ -50,14 +50,14 @@ def test_every_pair_of_dtypes(
         out = forward(build(CASE, exact()), CASE, leaf)
     out.backward(CASE.grad_out.to(out.dtype))
     assert out.dtype == hidden
-    assert {n: t.grad.dtype for n, t in leaf.items()} == {n: t.dtype for n, t in leaf.items()}
+    grads = {n: t.grad for n, t in leaf.items() if t.grad is not None}
+    assert {n: grad.dtype for n, grad in grads.items()} == {n: t.dtype for n, t in leaf.items()}
     given = {"hidden": leaf["d_hidden"], "weights": leaf["d_weights"]}
     given |= {"gate_up": leaf["d_gate_up"], "down": leaf["d_down"]}
-    truth = plain_loop(
-        Case(ids=CASE.ids, grad_out=CASE.grad_out, **{n: t.detach().double() for n, t in given.items()})
-    )
+    exact_inputs: dict[str, Any] = {n: t.detach().double() for n, t in given.items()}
+    truth = plain_loop(Case(ids=CASE.ids, grad_out=CASE.grad_out, **exact_inputs))
     coarsest = max(torch.finfo(d).eps for d in (dtype_of_experts(weights, autocast), hidden))
-    for n, found in [("out", out), *((n, t.grad) for n, t in leaf.items())]:
+    for n, found in [("out", out), *grads.items()]:
         wanted = getattr(truth, n)
         error = float((found.detach().double() - wanted).norm() / wanted.norm())
         assert error < 4 * coarsest, f"{n}: {error:.2e}"
@@ -69,8 +69,10 @@ def kept_pairs(scale: float, config: LRMoEConfig) -> tuple[Tensor, Tensor]:
     layer, leaf = build(half, config), leaves(half, GRADS)
     out = forward(layer, half, leaf)
     out.backward((CASE.grad_out * scale).to(F16))
-    rows = leaf["d_weights"].grad != 0  # retained: a dropped pair's routing weight gets no gradient
-    return rows, leaf["d_down"].grad.double() / scale
+    chosen, down = leaf["d_weights"].grad, leaf["d_down"].grad
+    assert chosen is not None
+    assert down is not None
+    return chosen.ne(0), down.double() / scale  # retained: a dropped pair's routing weight gets no gradient
 
 
 @pytest.mark.parametrize("estimator", ["topk", "sampled"])
@@ -166,7 +168,7 @@ def overflow_on_one_rank(path: str, layout: dict[str, Any], broken: str) -> dict
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     model = load(path, F32, **layout)
     if not layout:
-        lrmoe_hf.shard_experts(model, dist.group.WORLD)
+        lrmoe_hf.shard_experts(model, world())
     handle = lrmoe_hf.enable(model, LRMoEConfig(max_drop=0.3, warmup_steps=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
     handle.attach(optimizer)

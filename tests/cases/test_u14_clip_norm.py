@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lrmoe import ConfigError, LRMoEConfig, UnsupportedError
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, world
 from tests.integrations.models import make_model, make_tokens
 from tests.integrations.ranks import (
     LIMIT_S,
@@ -46,12 +46,14 @@ def squares_of_the_case(cut: bool) -> tuple[float, float, float]:
     """Expert gradients of 20 on rank 0 and 100 on rank 1, dense ones of 24: their norm, and what clipping leaves."""
     rank, model = dist.get_rank(), make_model("qwen3", dtype=torch.float64, num_hidden_layers=1)
     if cut:
-        lrmoe_hf.shard_experts(model, dist.group.WORLD)
+        lrmoe_hf.shard_experts(model, world())
     experts = list(lrmoe_hf.expert_parameters(model))
     fill(experts[0], (20.0, 100.0)[rank] if cut else 120.0)
     fill(model.lm_head.weight, 24.0)  # on both ranks, and counted once
     norm = lrmoe_hf.clip_grad_norm_(model, 6.0)
-    return float(norm), float(experts[0].grad.square().sum()), float(model.lm_head.weight.grad.square().sum())
+    left = experts[0].grad
+    assert left is not None
+    return float(norm), float(left.square().sum()), float(model.lm_head.weight.grad.square().sum())
 
 
 @pytest.mark.distributed
@@ -69,13 +71,13 @@ def spread_model(kind: str, path: str, ids: Tensor) -> tuple[PreTrainedModel, An
     if kind in ("by hand", "shards"):
         model = load(path, torch.float32)
         if kind == "by hand":
-            lrmoe_hf.shard_experts(model, dist.group.WORLD)
+            lrmoe_hf.shard_experts(model, world())
         else:
             lrmoe_hf.install_sharded_experts(model, dist.group.WORLD)
         handle = lrmoe_hf.enable(model, EXACT.replace(storage="sharded" if kind == "shards" else "owned"))
         reduce_by_hand(model, ids)
         return model, handle
-    layouts = {
+    layouts: dict[str, dict[str, Any]] = {
         "fsdp": {"fsdp_size": ranks},
         "ep": {"fsdp_size": ranks, "ep_size": ranks, "ep_implementation": "lrmoe"},
         "ep x fsdp": {"fsdp_size": ranks, "ep_size": ranks // 2, "ep_implementation": "lrmoe"},
@@ -124,7 +126,7 @@ def test_expert_parallel_groups_smaller_than_the_world(pool4: Pool, saved: str) 
 
 def some_ranks_lack_gradients() -> float:
     model = make_model("qwen3", num_hidden_layers=1)
-    lrmoe_hf.shard_experts(model, dist.group.WORLD)
+    lrmoe_hf.shard_experts(model, world())
     if dist.get_rank() == 1:
         fill(next(lrmoe_hf.expert_parameters(model)), 9.0)
     return float(lrmoe_hf.clip_grad_norm_(model, 1.0))

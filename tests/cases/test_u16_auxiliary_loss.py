@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, world
 from tests.integrations.models import make_model, make_tokens
 
 MODES = {
@@ -146,7 +146,7 @@ def rank_gradient(split: bool, config: LRMoEConfig) -> dict[str, Tensor]:
     """Worker: this rank's sequence through the model, its experts spread over both ranks or all here."""
     model = model_of("qwen3")
     if split:
-        lrmoe_hf.shard_experts(model, dist.group.WORLD)
+        lrmoe_hf.shard_experts(model, world())
         lrmoe_hf.enable(model, config)
     ids = make_tokens(batch=2)[dist.get_rank() : dist.get_rank() + 1]
     found = gradients(model, model(input_ids=ids, labels=ids).aux_loss)

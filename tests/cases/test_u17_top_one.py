@@ -76,10 +76,13 @@ def test_a_host_model_with_one_expert_a_token(mode: str) -> None:
         make_tokens(),
     )
     model = copy.deepcopy(eager)
-    drops: dict[str, Any] = {"exact": {"max_drop": 0}, "topk": {"max_drop": 0.3, "estimator": "topk"}}[mode]
+    modes: dict[str, dict[str, Any]] = {
+        "exact": {"max_drop": 0},
+        "topk": {"max_drop": 0.3, "estimator": "topk"},
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lrmoe_hf.enable(model, LRMoEConfig(warmup_steps=0, **drops))
+        lrmoe_hf.enable(model, LRMoEConfig(warmup_steps=0, **modes[mode]))
     ours, theirs = run(model, ids), run(eager, ids)
     last = GATE.replace("layers.0", "layers.1")  # below it the pruned gradients of its experts arrive
     assert float(ours[last].norm()) > 1e-6

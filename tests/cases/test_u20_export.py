@@ -89,7 +89,9 @@ def test_every_expert_is_exported_once_and_loads_at_every_number_of_ranks(
 
 
 def test_the_files_do_not_tell_how_many_ranks_wrote_them(pool2: Pool, tmp_path: Path) -> None:
-    alone, two = (tiny_config(tmp_path / name) for name in ("alone", "two") if not (tmp_path / name).mkdir())
+    for name in ("alone", "two"):
+        (tmp_path / name).mkdir()
+    alone, two = (tiny_config(tmp_path / name) for name in ("alone", "two"))
     save_filled(alone)
     pool2.run(save_filled, two, limit_s=LIMIT_S)
     for config in (alone, two):

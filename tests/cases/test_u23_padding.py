@@ -24,7 +24,7 @@ MODES = {"exact": exact(), "topk": pruning(max_drop=0.4, estimator="topk"), "sam
 
 def padded(fill: float) -> Case:
     """The padded batch: hidden, routing weights and arriving gradient of padded positions hold `fill`."""
-    changed: dict[str, Tensor] = {}
+    changed: dict[str, Any] = {}
     for field in ("hidden", "weights", "grad_out"):
         changed[field] = getattr(CASE, field).clone()
         changed[field][~MASK] = fill

@@ -61,7 +61,7 @@ def test_any_routing_fits_what_a_balanced_call_needs(share: float, expert: int, 
 
 
 @pytest.mark.parametrize("config", [exact(), pruning(max_drop=0.5)], ids=["exact", "sampled"])
-def test_without_a_budget_a_hot_expert_costs_the_scratch_of_its_rows_and_no_maps(config: object) -> None:
+def test_without_a_budget_a_hot_expert_costs_the_scratch_of_its_rows_and_no_maps(config: LRMoEConfig) -> None:
     hot, even = (tracked(case, config)[0] for case in (routed(1.0, 0, 0), EVEN))
     rows = BASE.ids.numel()
     intermediates = rows * (4 * 32 + 8 * 24) * 4  # gathered rows, both projections' outputs, their gradients

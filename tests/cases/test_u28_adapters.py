@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig, UnsupportedError
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, world
 from tests.integrations.models import make_model, make_tokens
 from tests.integrations.ranks import LIMIT_S, load, save_models
 
@@ -187,7 +187,7 @@ def on_spread_experts(path: str, cut: bool) -> str:
     layout: dict[str, Any] = {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "lrmoe"}
     model = adapted(load(path, torch.float32, **({} if cut else layout)))
     with pytest.raises(UnsupportedError) as refusal:
-        lrmoe_hf.shard_experts(model, dist.group.WORLD) if cut else lrmoe_hf.enable(model, EXACT)
+        lrmoe_hf.shard_experts(model, world()) if cut else lrmoe_hf.enable(model, EXACT)
     return str(refusal.value)
 
 
@@ -206,7 +206,7 @@ def cut_then_adapted(path: str) -> None:
     eager = adapted(load(path, torch.float64))
     (sum(eager(input_ids=one, labels=one).loss for one in ids) / 2).backward()
     model = load(path, torch.float64)
-    lrmoe_hf.shard_experts(model, dist.group.WORLD)
+    lrmoe_hf.shard_experts(model, world())
     model = adapted(model)
     theirs = dict(eager.named_parameters())
     with torch.no_grad():

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig, RankError
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, world
 from tests.integrations.models import assert_same, make_model, make_tokens, run
 
 EXACT = LRMoEConfig(max_drop=0)
@@ -122,7 +122,7 @@ def test_nothing_trainable_before_the_layer_and_nothing_at_all() -> None:
 
 def cut_model() -> tuple[PreTrainedModel, lrmoe_hf.Handle]:
     model = make_model("qwen3", num_hidden_layers=1)
-    lrmoe_hf.shard_experts(model, dist.group.WORLD)
+    lrmoe_hf.shard_experts(model, world())
     return model, lrmoe_hf.enable(model, EXACT)
 
 

@@ -77,7 +77,12 @@ def test_it_appears_when_it_is_written_with_what_was_there_when_it_began(tmp_pat
 
 def test_a_second_one_waits_for_the_first_and_old_ones_go(tmp_path: Path) -> None:
     saver, order = BackgroundSaver(None), list[str]()
-    with writing(lambda path: (time.sleep(0.1), order.append(path.parent.name[9:22]))[1]):
+
+    def slow(path: Path) -> None:
+        time.sleep(0.1)
+        order.append(path.parent.name[9:22])
+
+    with writing(slow):
         for step in (1, 2, 3):
             saver.start(tmp_path, step, content(step), keep_last=1)
             assert len(list(tmp_path.glob(".partial-*"))) == 1, "never two on their way"
@@ -109,7 +114,11 @@ def test_a_threads_error_is_raised_at_a_boundary(tmp_path: Path, moment: str) ->
 
 def test_any_other_error_of_a_thread_is_a_checkpoint_error_too(tmp_path: Path) -> None:
     saver = BackgroundSaver(None)
-    with writing(lambda path: int(path.name)):
+
+    def wrong(path: Path) -> None:
+        int(path.name)
+
+    with writing(wrong):
         saver.start(tmp_path, 2, content(2))
         with pytest.raises(CheckpointError, match="cannot be written: ValueError: invalid literal"):
             saver.wait()

@@ -134,14 +134,19 @@ def wrong_index(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink()
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], type[LRMoEError], str]] = {
     "no folder": (
-        lambda f: [p.unlink() for p in f.iterdir()],
+        lambda f: remove(*f.iterdir()),
         ConfigError,
         "no directory with a config.json",
     ),
     "no weights": (
-        lambda f: [(f / name).unlink() for name in ("model.safetensors", INDEX)],
+        lambda f: remove(f / "model.safetensors", f / INDEX),
         CheckpointError,
         r"neither model\.safetensors nor model\.safetensors\.index\.json there",
     ),

@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +144,8 @@ def save_on_each(root: str) -> list[str]:
 def break_one_rank(root: str) -> str:
     part = content(3, dist.get_rank(), 2)
     if dist.get_rank() == 1:
-        part = dataclasses.replace(part, experts={"model/up": None})
+        broken: dict[str, Any] = {"model/up": None}
+        part = dataclasses.replace(part, experts=broken)
     try:
         save(Path(root), 4, part, group=dist.group.WORLD)
     except Exception as error:

@@ -63,6 +63,13 @@ class Outcome:
     traceback: str = ""
 
 
+def world() -> dist.ProcessGroup:
+    """The group of all ranks of a pool, which there is in its processes."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 class Pool:
     """`world_size` gloo processes that run one case after another."""
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, world
 from tests.integrations.models import assert_same, make_model, make_tokens, run
 from tests.integrations.ranks import LIMIT_S, batches, load, reference, save_models, whole
 
@@ -70,7 +70,7 @@ def wrapped_dense_part(path: str, wrap: str) -> None:
     """Experts cut by hand, everything else under DDP or FSDP2, which are told to leave the experts alone."""
     rank, ids = dist.get_rank(), batches([9, 5])
     model = load(path, torch.float64)
-    lrmoe_hf.shard_experts(model, dist.group.WORLD)
+    lrmoe_hf.shard_experts(model, world())
     handle = lrmoe_hf.enable(model, EXACT)
     experts = set(lrmoe_hf.expert_parameters(model))
     if wrap == "ddp":

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lrmoe import ConfigError, LRMoEConfig, UnsupportedError
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, world
 from tests.integrations.models import make_tokens
 from tests.integrations.ranks import LIMIT_S, batches, load, reduce_by_hand, reference, save_models, step
 from tests.reference import assert_within
@@ -253,7 +253,7 @@ def uneven_refused(path: str) -> None:
         experts.gate_up_proj = nn.Parameter(experts.gate_up_proj[:7].detach())
         experts.down_proj = nn.Parameter(experts.down_proj[:7].detach())
     with pytest.raises(ConfigError, match="7 experts cannot be spread evenly over 2 ranks"):
-        lrmoe_hf.shard_experts(model, dist.group.WORLD)
+        lrmoe_hf.shard_experts(model, world())
     assert model.model.layers[0].mlp.experts.gate_up_proj.shape[0] == 7
 
 

@@ -183,14 +183,15 @@ def test_compiled_block_equals_eager_block() -> None:
     eager = make_model("qwen3", dtype=torch.float64)
     model = copy.deepcopy(eager)
     lrmoe_hf.enable(model, EXACT)
-    block, compiled = eager.model.layers[0].mlp, torch.compile(model.model.layers[0].mlp, backend="eager")
+    block, ours_block = eager.model.layers[0].mlp, model.model.layers[0].mlp
+    compiled = torch.compile(ours_block, backend="eager")
     for length in (12, 7, 1):
         hidden = torch.randn(2, length, 32, dtype=torch.float64)
         ours, theirs = compiled(hidden), block(hidden)
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         ours.square().sum().backward()
         theirs.square().sum().backward()
-    for actual, expected in zip(compiled.parameters(), block.parameters(), strict=True):
+    for actual, expected in zip(ours_block.parameters(), block.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-10, atol=1e-10)
 
 

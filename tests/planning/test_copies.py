@@ -107,13 +107,14 @@ def test_every_gradient_reaches_its_home_exactly_once(seats: Seats) -> None:
 @given(random_seats())
 def test_what_returning_holds_is_bounded_and_counted(seats: Seats) -> None:
     messages, ranks = return_messages(seats), seats.topology.ranks
-    window, first_last = np.zeros(ranks, dtype=int), {}
+    window = np.zeros(ranks, dtype=int)
+    first_last: dict[int, tuple[int, int]] = {}
     for when, sent in enumerate(by_round(messages)):
         received = np.bincount([receiver for _, _, receiver in sent], minlength=ranks)
         window = np.maximum(window, received)
         for expert, _, receiver in sent:
             if receiver == seats.topology.home_E[expert]:
-                first_last[expert] = (first_last.get(expert, (when,))[0], when)
+                first_last[expert] = (first_last.get(expert, (when, when))[0], when)
     assert window.max() <= WINDOW
     sums = np.zeros((messages.rounds, ranks), dtype=int)
     for expert, (first, last) in first_last.items():

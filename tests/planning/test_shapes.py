@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -149,8 +150,9 @@ def test_a_configuration_that_cannot_be_planned_says_why(fields: dict[str, objec
     "field", ["hidden", "experts", "top_k", "moe_layers", "shared_width", "dense_layers"]
 )
 def test_sizes_out_of_range_are_named(field: str) -> None:
+    changed: dict[str, Any] = {field: -1}
     with pytest.raises(PlanError, match=rf"{field}=-1"):
-        dataclasses.replace(get_shape("mixtral-8x7b"), **{field: -1})
+        dataclasses.replace(get_shape("mixtral-8x7b"), **changed)
 
 
 def test_parameter_count_by_hand() -> None:

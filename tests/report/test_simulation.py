@@ -61,7 +61,9 @@ def test_calls_that_do_not_fit_are_said(summary: dict[str, Any], tmp_path: Path)
     loaded = load_run(write(tmp_path / "sim", changed))
     assert "symi does not fit the budget in 4 of 4 calls" in simulation.balance(scenario).note
     assert [plot.name for plot in simulation_plots.plots(loaded)] == ["peak", "pressure", "time"]
-    assert "symi" not in simulation_plots.peaks(scenario).label
+    peaks = simulation_plots.peaks(scenario)
+    assert peaks is not None
+    assert "symi" not in peaks.label
     html.render([loaded])
 
 

@@ -194,7 +194,7 @@ def test_fairness_tells_what_plans_did_not_what_a_name_promises() -> None:
         "backward_chunks": 1.0,
     }
     pruned = {**exact, "kept_share": 0.75, "overflow_share": 0.125, "backward_chunks": 2.5}
-    missed = {"calls": 0, "infeasible_calls": 2}
+    missed: dict[str, float] = {"calls": 0, "infeasible_calls": 2}
 
     def seen(name: str, *found: dict[str, float]) -> tuple[str, str, str]:
         entry = fairness(make_system(name, 2), LAYER, ALLOWANCE, found)

@@ -115,4 +115,4 @@ def test_options_that_contradict_the_layout_are_named() -> None:
     with pytest.raises(PlanError, match="groups=1: mode='hierarchical' needs a multiple of nodes=2"):
         EPLB(mode="hierarchical")(problem)
     with pytest.raises(TypeError):
-        UltraEP(2)  # type: ignore[misc]
+        UltraEP(2)  # type: ignore[call-arg]
