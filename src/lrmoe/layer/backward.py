@@ -18,7 +18,7 @@ from torch import Tensor
 from lrmoe.distributed.comm import Arriving
 from lrmoe.distributed.probe import current
 from lrmoe.layer.back import Back, Later, Wanted
-from lrmoe.layer.buffers import Needs, Rows, WeightGrads, Weights, scratch
+from lrmoe.layer.buffers import Needs, Rows, Sink, WeightGrads, Weights, scratch
 from lrmoe.layer.call import Call
 from lrmoe.layer.experts import experts_backward, first_weight_gradients
 from lrmoe.layer.forward import Walked
@@ -125,8 +125,8 @@ def _gradient_buffers(call: Call, weights: Weights, wanted: Wanted, add: bool) -
         slots=wide,
         zero=add,
     )
-    call.open_call.ledger.add("grads", grads.gate_up, grads.down)
-    call.open_call.ledger.add("replicas", grads.slot_gate_up, grads.slot_down)
+    call.open_call.ledger.add("grads", *grads.there[:2])
+    call.open_call.ledger.add("replicas", *grads.there[2:])
     return grads
 
 
@@ -170,9 +170,12 @@ def _part(
     g = send_rows(call, layout, back.g_TH, token_P, columns, pack="pack", travel="exchange", part="backward")
     x_carried = carried_inputs(back, g, cells_RV, token_P)
     back.weights.start()
-    dx_QH = scratch.take("dx", (layout.received, back.g_TH.shape[1]), back.g_TH) if back.wanted.x else None
+    shape = (layout.received, back.g_TH.shape[1])
+    dx = Sink(lambda: scratch.take("dx", shape, back.g_TH)) if back.wanted.x else None
     with clock.phase("experts_backward"):
-        dot_Q = _experts(back, layout, g, x_carried, token_P, places, dx_QH)
+        dot_Q = _experts(back, layout, g, x_carried, token_P, places, dx)
+        dx_QH = None if dx is None else dx.whole
+        del dx
         current().experts("input gradient", dx_QH, g.out_index, call.seated * 2, layout.segments_S)
     call.open_call.ledger.add("backward", dx_QH)
     g = g.emptied()
@@ -219,25 +222,24 @@ def _experts(
     x_carried: Rows | None,
     token_P: Tensor,
     places: Tensor | None,
-    dx_QH: Tensor | None,
+    dx: Sink | None,
 ) -> Tensor:
     """Experts' backward at this rank's seats, of pairs that stayed, then of those that carry their input: dots (Q,)."""
     seats = len(layout.segments_S) // 2
     staying, dots = sum(layout.segments_S[:seats]), []
     if not back.route.all_carried:
         x, h = inputs_that_stayed(back, g, token_P, places, staying)
-        dots.append(_run(back, g, x, h, layout.segments_S[:seats], slice(0, staying), dx_QH))
+        dots.append(_run(back, g, x, h, layout.segments_S[:seats], slice(0, staying), dx))
     if x_carried is not None:
         at = slice(staying, layout.received)
-        dots.append(_run(back, g, x_carried, None, layout.segments_S[seats:], at, dx_QH))
+        dots.append(_run(back, g, x_carried, None, layout.segments_S[seats:], at, dx))
     return dots[0] if len(dots) == 1 else torch.cat(dots)
 
 
 def _run(
-    back: Back, g: Arrival, x: Rows, h: Rows | None, counts: list[int], at: slice, dx_QH: Tensor | None
+    back: Back, g: Arrival, x: Rows, h: Rows | None, counts: list[int], at: slice, dx: Sink | None
 ) -> Tensor:
     index = None if g.out_index is None else g.out_index[at]
-    out = dx_QH if dx_QH is None or index is not None else dx_QH[at]
     later, weights, dh = back.later, back.weights, None
     if later is not None:
         dh = scratch.lasting((sum(counts), weights.gate_up.shape[1]), weights.gate_up)
@@ -245,8 +247,8 @@ def _run(
         left = partial(first_weight_gradients, dh, x, counts, weights.homes, back.grads, add=back.add)
         later.gradients.append(left)
     return experts_backward(
-        weights, x, h, g.rows.part(at), g.columns[0][at], counts, dx=out, dx_index=index, grads=back.grads,
-        add=back.add, dh=dh,
+        weights, x, h, g.rows.part(at), g.columns[0][at], counts, dx=dx, dx_index=index,
+        dx_from=None if at == slice(0, g.layout.received) else at.start, grads=back.grads, add=back.add, dh=dh,
     )  # fmt: skip
 
 

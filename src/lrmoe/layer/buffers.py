@@ -25,6 +25,7 @@ def release_scratch() -> None:
     scratch.release()
 
 
+Pair = tuple[Tensor | None, Tensor | None]  # gate_up and down
 Wait = Callable[[], tuple[Tensor, Tensor]]  # gives gate_up (F, 2I, H) and down (F, H, I) of foreign seats
 
 
@@ -123,14 +124,62 @@ class Needs:
     down: bool
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WeightGrads:
-    """Gradients of this rank's seats, shaped as in Weights; None where not asked for (and without foreign seats)."""
+class Sink:
+    """Rows or matrices that blocks fill in parts, or what the product of an only block has brought.
 
-    gate_up: Tensor | None
-    down: Tensor | None
-    slot_gate_up: Tensor | None = None
-    slot_down: Tensor | None = None
+    Torch's grouped product on CUDA takes no destination: copied into one, its result would lie there twice.
+
+    Args:
+        make: gives the buffer, at the latest when the first part is filled.
+    """
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
+        self._buffer: Tensor | None = None
+
+    def part(self, at: slice, *, alone: bool = False) -> Tensor | None:
+        """Destination of a block; None: the block is `alone`, fills everything, and may bring its own memory."""
+        return None if alone and self._buffer is None else self.whole[at]
+
+    def take(self) -> None:
+        """Have the buffer made now."""
+        self._buffer = self.whole
+
+    def put(self, made: Tensor) -> Tensor:
+        """Take over what a block has made, whether or not it lies there already."""
+        if self._buffer is None:
+            self._buffer = made
+        return made
+
+    @property
+    def whole(self) -> Tensor:
+        """The buffer."""
+        if self._buffer is None:
+            self._buffer = self._make()
+        return self._buffer
+
+    @property
+    def there(self) -> Tensor | None:
+        """The buffer, or None as long as nothing was put there."""
+        return self._buffer
+
+
+def brings_memory(like: Tensor) -> bool:
+    """Whether products take no destination where tensors are like this."""
+    return like.is_cuda
+
+
+class WeightGrads:
+    """Gradients of this rank's seats, shaped as in Weights; None where not asked for (and without foreign seats).
+
+    Args:
+        homes, slots: gate_up and down of home seats, and of foreign ones.
+    """
+
+    def __init__(
+        self, homes: tuple[Sink | None, Sink | None], slots: tuple[Sink | None, Sink | None]
+    ) -> None:
+        self._homes, self._slots = homes, slots
 
     @classmethod
     def like(
@@ -139,25 +188,78 @@ class WeightGrads:
         """Buffers for the gradients in the given dtypes: zeros to add to, or uninitialised."""
         foreign = None if weights.slots is None else weights.slots.count
 
-        def buffer(like: Tensor, experts: int | None, needed: bool, dtype: torch.dtype) -> Tensor | None:
+        def sink(like: Tensor, experts: int | None, needed: bool, dtype: torch.dtype) -> Sink | None:
             if experts is None or not needed:
                 return None
-            found = empty((experts, *like.shape[1:]), like, dtype=dtype)
-            return found.zero_() if zero else found
+            found = Sink(lambda: empty((experts, *like.shape[1:]), like, dtype=dtype))
+            if zero:
+                found.whole.zero_()
+            elif dtype != like.dtype or not brings_memory(like):
+                found.take()
+            return found
 
-        return cls(
-            gate_up=buffer(weights.gate_up, weights.homes, needs.gate_up, home),
-            down=buffer(weights.down, weights.homes, needs.down, home),
-            slot_gate_up=buffer(weights.gate_up, foreign, needs.gate_up, slots),
-            slot_down=buffer(weights.down, foreign, needs.down, slots),
+        both = ((weights.gate_up, needs.gate_up), (weights.down, needs.down))
+        gate_up, down = (
+            (sink(like, weights.homes, needed, home), sink(like, foreign, needed, slots))
+            for like, needed in both
         )
+        return cls((gate_up[0], down[0]), (gate_up[1], down[1]))
 
-    def of(self, seats: slice, homes: int) -> tuple[Tensor | None, Tensor | None]:
-        """Buffers of consecutive seats, all of them home seats or all foreign."""
-        foreign = seats.start >= homes
-        gate_up, down = (self.slot_gate_up, self.slot_down) if foreign else (self.gate_up, self.down)
-        at = slice(seats.start - homes, seats.stop - homes) if foreign else seats
+    @property
+    def home(self) -> Pair:
+        """gate_up and down of home seats."""
+        return _wholes(self._homes)
+
+    @property
+    def foreign(self) -> Pair:
+        """gate_up and down of foreign seats."""
+        return _wholes(self._slots)
+
+    @property
+    def there(self) -> list[Tensor | None]:
+        """gate_up and down of home seats, then of foreign ones, as far as they lie somewhere already."""
+        return [None if sink is None else sink.there for sink in (*self._homes, *self._slots)]
+
+    def of(self, seats: slice, homes: int) -> Pair:
+        """Of consecutive seats, all of them home seats or all foreign."""
+        gate_up, down = self.foreign if seats.start >= homes else self.home
+        at = _among(seats, homes)
         return None if gate_up is None else gate_up[at], None if down is None else down[at]
+
+    def needs(self, projection: int) -> bool:
+        """Whether gate_up (0) or down (1) gets gradients."""
+        return self._homes[projection] is not None
+
+    def fill(
+        self,
+        projection: int,
+        seats: slice,
+        homes: int,
+        product: Callable[[Tensor | None], Tensor],
+        *,
+        add: bool,
+    ) -> None:
+        """Compute gradients of gate_up (0) or down (1) of consecutive seats, all home or all foreign, where asked for.
+
+        Args:
+            product: computes into its argument; into memory of its own where that is None.
+            add: `product` adds.
+        """
+        sinks = self._slots if seats.start >= homes else self._homes
+        sink = sinks[projection]
+        if sink is not None:
+            sink.put(product(sink.part(_among(seats, homes), alone=not add)))
+
+
+def _among(seats: slice, homes: int) -> slice:
+    """Consecutive seats among the home seats, or among the foreign ones."""
+    before = homes if seats.start >= homes else 0
+    return slice(seats.start - before, seats.stop - before)
+
+
+def _wholes(sinks: tuple[Sink | None, Sink | None]) -> Pair:
+    gate_up, down = (None if sink is None else sink.whole for sink in sinks)
+    return gate_up, down
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,12 +9,13 @@ Shape letters: H hidden, I expert width, M rows in (seat, source) order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lrmoe.layer.buffers import Rows, Stash, WeightGrads, Weights, scratch
+from lrmoe.layer.buffers import Rows, Sink, Stash, WeightGrads, Weights, brings_memory, scratch
 from lrmoe.ops import (
     gated_activation,
     gated_activation_backward,
@@ -50,7 +51,7 @@ def experts_forward(
     x: Rows,
     counts: Sequence[int],
     *,
-    out: Tensor,
+    out: Sink,
     out_index: Tensor | None,
     stash: bool | Stash,
     norms: bool,
@@ -67,15 +68,19 @@ def experts_forward(
     Returns:
         h (M, 2I), or None where none or only some is kept; norms fp32 (M,) or None.
     """
-    rows, width = sum(counts), weights.gate_up.shape[1]
-    h_M2I = scratch.lasting((rows, width), weights.gate_up) if stash is True else None
+    rows, gate_up = sum(counts), weights.gate_up
+    h_M2I = Sink(lambda: scratch.lasting((rows, gate_up.shape[1]), gate_up)) if stash is True else None
     some = stash if isinstance(stash, Stash) else None
-    norm_M = torch.empty(rows, dtype=torch.float32, device=out.device) if norms else None
-    for seats, at in blocks(counts, weights.homes, out.device):
-        h = None if h_M2I is None else h_M2I[at]
+    norm_M = torch.empty(rows, dtype=torch.float32, device=gate_up.device) if norms else None
+    runs = list(blocks(counts, weights.homes, gate_up.device))
+    alone = len(runs) == 1 and brings_memory(gate_up)
+    for sink in (out, h_M2I):
+        if sink is not None and not alone:
+            sink.take()
+    for seats, at in runs:
         norm = None if norm_M is None else norm_M[at]
-        _block_forward(weights, x, counts[seats], seats, at, h, some, norm, out, out_index)
-    return h_M2I, norm_M
+        _block_forward(weights, x, counts[seats], seats, at, h_M2I, some, norm, out, out_index, alone=alone)
+    return None if h_M2I is None else h_M2I.whole, norm_M
 
 
 def _block_forward(
@@ -84,29 +89,46 @@ def _block_forward(
     part: Sequence[int],
     seats: slice,
     at: slice,
-    h: Tensor | None,
+    kept: Sink | None,
     stash: Stash | None,
     norm: Tensor | None,
-    out: Tensor,
+    out: Sink,
     out_index: Tensor | None,
+    *,
+    alone: bool,
 ) -> None:
     """One block, a function of its own so that its scratch is gone before the next one begins."""
     size, (gate_up, down) = at.stop - at.start, weights.of(seats)
-    width = gate_up.shape[1]
-    if h is None:
-        h = scratch.take("h", (size, width), out)
+    width, like = gate_up.shape[1], gate_up
+    there = scratch.place("h", (size, width), like) if kept is None else kept.part(at, alone=alone)
     if x.index_M is not None and reads_by_index(x.source, gate_up, part, gate_up.shape[1:]):
-        grouped_mm(x.source, gate_up, part, out=h, index_N=x.index_M[at])
+        h = grouped_mm(x.source, gate_up, part, out=there, index_N=x.index_M[at])
     else:
-        grouped_mm(x.take("x", at.start, at.stop), gate_up, part, out=h)
+        h = grouped_mm(x.take("x", at.start, at.stop), gate_up, part, out=there)
+    scratch.note(h) if kept is None else kept.put(h)
     if stash is not None:
         stash.add(h, seats, at)
-    phi = scratch.take("phi", (size, width // 2), out)
+    phi = scratch.take("phi", (size, width // 2), like)
     gated_activation(h, weights.activation, out=phi, norm_N=norm)
-    y = out[at] if out_index is None else scratch.take("y", (size, out.shape[1]), out)
-    grouped_mm(phi, down, part, out=y)
-    if out_index is not None:
-        place_rows(out, out_index[at], y)
+    _place(
+        out, out_index, at, (size, down.shape[1]), lambda there: grouped_mm(phi, down, part, out=there), alone
+    )
+
+
+def _place(
+    out: Sink,
+    index_M: Tensor | None,
+    at: slice,
+    shape: tuple[int, int],
+    product: Callable[[Tensor | None], Tensor],
+    alone: bool,
+) -> None:
+    """A block's results into their places: as they come, or row i into `index_M[i]`."""
+    if index_M is None:
+        out.put(product(out.part(at, alone=alone)))
+        return
+    rows = scratch.note(product(scratch.place("y", shape, out.whole)))
+    place_rows(out.whole, index_M[at], rows)
 
 
 def experts_backward(
@@ -117,9 +139,10 @@ def experts_backward(
     scale_M: Tensor,
     counts: Sequence[int],
     *,
-    dx: Tensor | None,
+    dx: Sink | None,
     dx_index: Tensor | None,
     grads: WeightGrads,
+    dx_from: int | None = None,
     add: bool = False,
     dh: Tensor | None = None,
 ) -> Tensor:
@@ -130,7 +153,8 @@ def experts_backward(
         g: their upstream gradients, unscaled (width H).
         scale_M: (M,) factor of each row's gradient: routing weight times 1/pi.
         counts: kept rows of each seat.
-        dx: (M, H) buffer for input gradients, filled as `out` in forward.
+        dx: (M, H) sink for input gradients, filled as `out` in forward.
+        dx_from: first row of `dx` that is theirs, where it has others' too and no index.
         grads: weight gradients, written (exact zeros for seats without rows), or added to with `add`.
         dh: (M, 2I) buffer for gradients at the first projection, from which `first_weight_gradients` computes the
             weights' later; None: they are computed here.
@@ -139,19 +163,30 @@ def experts_backward(
         (M,) <gradient, expert output> of each row before scaling.
     """
     dot_M = scale_M.new_empty(sum(counts))
-    for seats, at in blocks(counts, weights.homes, scale_M.device):
-        part, found = counts[seats], grads.of(seats, weights.homes)
+    runs = list(blocks(counts, weights.homes, scale_M.device))
+    alone = len(runs) == 1 and dx_from is None and brings_memory(weights.gate_up)
+    if dx is not None and not alone:
+        dx.take()
+    for seats, at in runs:
+        part = counts[seats]
         dh_rows, x_rows = _block_backward(
-            weights, x, h, g, scale_M[at], part, seats, at, dot=dot_M[at], grads=found, add=add,
+            weights, x, h, g, scale_M[at], part, seats, at, dot=dot_M[at], grads=grads, add=add,
             dh=None if dh is None else dh[at],
         )  # fmt: skip
-        if found[0] is not None and dh is None:
-            _first_weight_gradient(dh_rows, x, x_rows, at, part, found[0], add)
+        if dh is None:
+            _first_weight_gradient(dh_rows, x, x_rows, seats, at, part, weights.homes, grads, add)
         del x_rows
         if dx is not None:
-            _input_gradient(dh_rows, weights.of(seats)[0], part, dx, dx_index, at)
+            begin, gate_up = dx_from or 0, weights.of(seats)[0]
+            to = slice(begin + at.start, begin + at.stop) if dx_index is None else at
+            shape = (dh_rows.shape[0], gate_up.shape[2])
+            _place(dx, dx_index, to, shape, partial(_input_gradient, dh_rows, gate_up, part), alone)
         del dh_rows
     return dot_M
+
+
+def _input_gradient(dh: Tensor, gate_up: Tensor, part: Sequence[int], out: Tensor | None) -> Tensor:
+    return grouped_mm_input(dh, gate_up, part, out=out)
 
 
 def first_weight_gradients(
@@ -164,9 +199,8 @@ def first_weight_gradients(
         foreign: those of foreign seats; else those of home seats.
     """
     for seats, at in blocks(counts, homes, dh.device):
-        out = grads.of(seats, homes)[0]
-        if out is not None and (seats.start >= homes) == foreign:
-            _first_weight_gradient(dh[at], x, None, at, counts[seats], out, add)
+        if (seats.start >= homes) == foreign:
+            _first_weight_gradient(dh[at], x, None, seats, at, counts[seats], homes, grads, add)
 
 
 def _block_backward(
@@ -180,7 +214,7 @@ def _block_backward(
     at: slice,
     *,
     dot: Tensor,
-    grads: tuple[Tensor | None, Tensor | None],
+    grads: WeightGrads,
     add: bool,
     dh: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -192,20 +226,26 @@ def _block_backward(
     """
     gate_up, down = weights.of(seats)
     g_rows, scale, early = _prescaled(g.take("g", at.start, at.stop), scale)
-    packs = h is None or (grads[0] is not None and dh is None and _packs_early(x))
+    packs = h is None or (grads.needs(0) and dh is None and _packs_early(x))
     x_rows = x.take("x", at.start, at.stop) if packs else None
     h_rows, h_index = _hidden(gate_up, x_rows, h, at, part)
-    dphi = scratch.take("dphi", (g_rows.shape[0], down.shape[2]), g_rows)
-    grouped_mm_input(g_rows, down, part, out=dphi)
+    there = scratch.place("dphi", (g_rows.shape[0], down.shape[2]), g_rows)
+    dphi = scratch.note(grouped_mm_input(g_rows, down, part, out=there))
     if dh is None:
         dh = scratch.take("dh", (dphi.shape[0], h_rows.shape[1]), h_rows)
     dh, phi, found = gated_activation_backward(
         dphi, h_rows, scale, weights.activation, out=dh, index_N=h_index
     )
     dot.copy_(found if early is None else found / early)
-    if grads[1] is not None:
-        grouped_mm_weight(g_rows, phi, part, out=grads[1], add=add)
+    product = partial(_weight_gradient, g_rows, phi, part, add)
+    grads.fill(1, seats, weights.homes, product, add=add)
     return dh, x_rows
+
+
+def _weight_gradient(
+    left: Tensor, right: Tensor, part: Sequence[int], add: bool, out: Tensor | None
+) -> Tensor:
+    return grouped_mm_weight(left, right, part, out=out, add=add)
 
 
 def _packs_early(x: Rows) -> bool:
@@ -214,15 +254,30 @@ def _packs_early(x: Rows) -> bool:
 
 
 def _first_weight_gradient(
-    dh: Tensor, x: Rows, x_rows: Tensor | None, at: slice, part: Sequence[int], out: Tensor, add: bool
+    dh: Tensor,
+    x: Rows,
+    x_rows: Tensor | None,
+    seats: slice,
+    at: slice,
+    part: Sequence[int],
+    homes: int,
+    grads: WeightGrads,
+    add: bool,
 ) -> None:
     """The first projection's weight gradient, from packed inputs or from where they lie, if a kernel reads them."""
-    shape = out.shape[1:]
-    if x_rows is None and x.index_M is not None and reads_by_index(x.source, dh, part, shape, sums_rows=True):
-        grouped_mm_weight(dh, x.source, part, out=out, add=add, index_N=x.index_M[at])
+    if not grads.needs(0):
         return
-    x_rows = x.take("x", at.start, at.stop) if x_rows is None else x_rows
-    grouped_mm_weight(dh, x_rows, part, out=out, add=add)
+    shape = (dh.shape[1], x.source.shape[1])
+    index = None if x_rows is not None or x.index_M is None else x.index_M[at]
+    if index is not None and reads_by_index(x.source, dh, part, shape, sums_rows=True):
+        rows = x.source
+    else:
+        rows, index = x.take("x", at.start, at.stop) if x_rows is None else x_rows, None
+
+    def product(out: Tensor | None) -> Tensor:
+        return grouped_mm_weight(dh, rows, part, out=out, add=add, index_N=index)
+
+    grads.fill(0, seats, homes, product, add=add)
 
 
 def _prescaled(g_rows: Tensor, scale_M: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -250,14 +305,5 @@ def _hidden(
             return h.source, h.index_M[at]
         return h.take("h", at.start, at.stop), None
     assert x_rows is not None, "recomputing needs the inputs"
-    out = scratch.take("h", (x_rows.shape[0], gate_up.shape[1]), x_rows)
-    return grouped_mm(x_rows, gate_up, part, out=out), None
-
-
-def _input_gradient(
-    dh: Tensor, gate_up: Tensor, part: Sequence[int], dx: Tensor, dx_index: Tensor | None, at: slice
-) -> None:
-    rows = dx[at] if dx_index is None else scratch.take("y", (dh.shape[0], dx.shape[1]), dx)
-    grouped_mm_input(dh, gate_up, part, out=rows)
-    if dx_index is not None:
-        place_rows(dx, dx_index[at], rows)
+    there = scratch.place("h", (x_rows.shape[0], gate_up.shape[1]), x_rows)
+    return scratch.note(grouped_mm(x_rows, gate_up, part, out=there)), None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.distributed.probe import current
-from lrmoe.layer.buffers import Rows, Weights, scratch
+from lrmoe.layer.buffers import Rows, Sink, Weights, scratch
 from lrmoe.layer.call import Call, KeptSet
 from lrmoe.layer.choice import choose_seats, in_order
 from lrmoe.layer.early import Stays, fix_kept, keep_inputs
@@ -175,11 +175,12 @@ def _forward_part(
     with clock.phase("select"):
         some = None if stays is None else stays.at_seats(call, arrival.columns[0])
     with clock.phase("experts"):
-        y_MH = _output_buffer(call, layout.received, x_TH)
+        y = Sink(lambda: _output_buffer(call, layout.received, x_TH))
         h_M2I, norm_M = experts_forward(
-            weights, arrival.rows, layout.segments_S, out=y_MH, out_index=arrival.out_index,
+            weights, arrival.rows, layout.segments_S, out=y, out_index=arrival.out_index,
             stash=call.keeps_rows if some is None else some, norms=call.scored and call.config.needs_phi,
         )  # fmt: skip
+        y_MH = y.whole
         current().experts("output", y_MH, arrival.out_index, call.seated, layout.segments_S)
     gate_up, down = weights.foreign()
     current().weights(
@@ -194,7 +195,7 @@ def _forward_part(
     with clock.phase("combine"):
         y_NH = return_rows(call, arrival, y_MH, arrival.columns[-1] if call.lean else None, "combine")
         ledger.add("outputs", y_MH, y_NH)
-        del y_MH
+        del y, y_MH
         norm_N = None if norm_M is None else send_back(call, layout.to_received(norm_M), layout, "combine")
         out_TH = sum_by_token(arrival, y_NH, pair_N, alpha_TK.shape, alpha)
     rows = arrival.rows if rows is None else rows

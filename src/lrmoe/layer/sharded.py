@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lrmoe.distributed import Comm
 from lrmoe.distributed.sharded import Cuts, KeptShards, fetch_shards, return_shards
-from lrmoe.layer.buffers import Slots, Wait, WeightGrads, Weights
+from lrmoe.layer.buffers import Pair, Slots, Wait, WeightGrads, Weights
 from lrmoe.layer.weights import Home
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class Sharded:
     def give_back(self, call: Call, grads: WeightGrads) -> Home:
         """Gradients of this rank's shards: those of all seats, added once in a fixed order."""
         alone = call.comm.size == 1
-        seats = (grads.gate_up, grads.down) if alone else (grads.slot_gate_up, grads.slot_down)
 
-        def wait() -> tuple[Tensor | None, Tensor | None]:
+        def wait() -> Pair:
+            seats = grads.home if alone else grads.foreign
             with call.open_call.clock.phase("replicas"):
                 shards, sent = return_shards(call.comm, call.seats, *seats, self._cuts)
             call.open_call.sent("replicas", sent)

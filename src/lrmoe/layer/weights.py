@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from lrmoe.distributed.replicas import fetch_replicas, start_return
-from lrmoe.layer.buffers import Slots, Wait, WeightGrads, Weights
+from lrmoe.layer.buffers import Pair, Slots, Wait, WeightGrads, Weights
 
 if TYPE_CHECKING:
     from lrmoe.layer.call import Call
 
-Home = Callable[[], tuple[Tensor | None, Tensor | None]]  # gradients of the parameters, waited for
+Home = Callable[[], Pair]  # gradients of the parameters, waited for
 
 
 class Storage(Protocol):
@@ -61,16 +61,15 @@ class Owned:
 
     def give_back(self, call: Call, grads: WeightGrads) -> Home:
         """Home gradients, those of copies added once in a fixed order."""
-        home = (grads.gate_up, grads.down)
-        if not call.seats.spread or home == (None, None):
-            return lambda: home
+        if not call.seats.spread or not (grads.needs(0) or grads.needs(1)):
+            return lambda: grads.home
         with call.open_call.clock.phase("replicas"):
-            returning = start_return(call.comm, call.seats, (grads.slot_gate_up, grads.slot_down), home)
+            returning = start_return(call.comm, call.seats, grads.foreign, grads.home)
         call.open_call.sent("replicas", returning.sent_bytes)
 
-        def wait() -> tuple[Tensor | None, Tensor | None]:
+        def wait() -> Pair:
             with call.open_call.clock.phase("replicas"):
                 returning.wait()
-            return home
+            return grads.home
 
         return wait

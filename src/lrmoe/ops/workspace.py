@@ -66,6 +66,16 @@ class Workspace(threading.local):
             return buffer.as_strided(shape, (shape[1], 1))  # a quarter of the time of a slice and a view
         return buffer[:size].view(shape)
 
+    def place(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+        """`take` for a product's result; None on CUDA, where torch's grouped product brings its own memory."""
+        return None if like.is_cuda else self.take(name, shape, like)
+
+    def note(self, buffer: Tensor) -> Tensor:
+        """Book, where buffers are booked, scratch that a product brought; one that was taken here is booked already."""
+        if self._book is not None and buffer.is_cuda:
+            self._book(buffer)
+        return buffer
+
     def lasting(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised contiguous tensor like those of `take`, but the caller's as long as it is held."""
         return _lasting.take(shape, like) if self._keep else empty(shape, like)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lrmoe.layer.buffers import Needs, Rows, Slots, WeightGrads, Weights, scratch
+from lrmoe.layer.buffers import Needs, Rows, Sink, Slots, WeightGrads, Weights, scratch
 from lrmoe.layer.experts import experts_backward, experts_forward
 from lrmoe.layer.routing import Layout, token_entries
 from lrmoe.ops import combine, gather_rows
@@ -69,11 +69,12 @@ class Rank:
         with self._times.phase("forward", rank, "plan_layout"):
             layout = wire.layout(rank, data.device)
         with self._times.phase("forward", rank, "experts"):
-            y_MH = scratch.take("outputs", (layout.received, x_MH.shape[1]), x_MH)
+            y = Sink(lambda: scratch.take("outputs", (layout.received, data.shape.hidden), data.gate_up))
             self._h, self.norm_M = experts_forward(
-                self._weights, Rows(source=x_MH, index_M=layout.row_M), layout.segments_S, out=y_MH,
+                self._weights, Rows(source=x_MH, index_M=layout.row_M), layout.segments_S, out=y,
                 out_index=layout.row_M, stash=stash, norms=norms,
             )  # fmt: skip
+        y_MH = y.whole
         held.add("stash", *_given(self._h))
         held.add("outputs", y_MH)
         keeps = stash or data.ranks == 1
@@ -100,10 +101,13 @@ class Rank:
         g = self._arrive(kept.wire, [s.g_TH for s in data.sources], layout)
         columns = self._columns(kept, layout)
         x = None if kept.again is None else self._arrive_again(kept.again)
-        self.dx = scratch.take("dx", (layout.received, data.shape.hidden), g.source)
-        held.add("backward", self.dx)
+        dx = Sink(lambda: scratch.take("dx", (layout.received, data.shape.hidden), data.gate_up))
         with times.phase("backward", rank, "experts_backward"):
-            self.dot = self._experts(kept, layout, g, x, columns)
+            self.dot = self._experts(kept, layout, g, x, columns, dx)
+        self.dx = dx.whole
+        held.add("backward", self.dx)  # what products have brought is alive since they began
+        held.add("grads", *_given(*self._grads.home))
+        held.add("replicas", *_given(*self._grads.foreign))
         held.replace("backward", self.dx)
         del g, x
         pair_P = kept.wire.pair_R[rank]
@@ -130,7 +134,7 @@ class Rank:
     def grads(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """gate_up and down of home seats, then of slots; a slot beyond the seats means nothing."""
         found = self._grads
-        return found.gate_up, found.down, found.slot_gate_up, found.slot_down
+        return *found.home, *found.foreign
 
     def _pack(self, side: str, table_TH: Tensor, pair_N: Tensor) -> Tensor:
         with self._times.phase(side, self._rank, "pack"):
@@ -149,8 +153,6 @@ class Rank:
             zero=add,
         )
         self._add = add
-        self.held.add("grads", *_given(self._grads.gate_up, self._grads.down))
-        self.held.add("replicas", *_given(self._grads.slot_gate_up, self._grads.slot_down))
 
     def _arrive(self, wire: Wire, table_R: Sequence[Tensor], layout: Layout) -> Rows:
         """Rows of tokens packed here, and those that arrive; (seat, source, token) order by index."""
@@ -182,25 +184,36 @@ class Rank:
         g: Rows,
         again: Rows | None,
         columns: tuple[Tensor, Tensor | None],
+        dx: Sink,
     ) -> Tensor:
         """Experts' backward of pairs that stayed, then of those that carry their input: dots in row order."""
         seats, dots = len(layout.segments_S) // 2, []
         staying = sum(layout.segments_S[:seats])
         if not kept.all_carried:
             x, h = self._kept_inputs(columns[1], staying)
-            dots.append(self._run(layout, layout.segments_S[:seats], slice(0, staying), x, h, g, columns[0]))
+            dots.append(
+                self._run(layout, layout.segments_S[:seats], slice(0, staying), x, h, g, columns[0], dx)
+            )
         if again is not None:
             at = slice(staying, layout.received)
-            dots.append(self._run(layout, layout.segments_S[seats:], at, again, None, g, columns[0]))
+            dots.append(self._run(layout, layout.segments_S[seats:], at, again, None, g, columns[0], dx))
         return dots[0] if len(dots) == 1 else torch.cat(dots)
 
     def _run(
-        self, layout: Layout, counts: list[int], at: slice, x: Rows, h: Rows | None, g: Rows, scale: Tensor
+        self,
+        layout: Layout,
+        counts: list[int],
+        at: slice,
+        x: Rows,
+        h: Rows | None,
+        g: Rows,
+        scale: Tensor,
+        dx: Sink,
     ) -> Tensor:
         index = None if layout.row_M is None else layout.row_M[at]
         return experts_backward(
-            self._weights, x, h, g.part(at), scale[at], counts, dx=self.dx if index is not None else self.dx[at],
-            dx_index=index, grads=self._grads, add=self._add,
+            self._weights, x, h, g.part(at), scale[at], counts, dx=dx, dx_index=index,
+            dx_from=None if at == slice(0, layout.received) else at.start, grads=self._grads, add=self._add,
         )  # fmt: skip
 
     def _kept_inputs(self, position_M: Tensor | None, staying: int) -> tuple[Rows, Rows | None]:

@@ -22,7 +22,7 @@ from lrmoe.distributed import Comm
 from lrmoe.distributed.replicas import fetch_replicas, return_gradients
 from lrmoe.distributed.sharded import Cuts, gather_homes, return_shards, scatter_homes
 from lrmoe.experiments.systems.residence import Hosts, change, hosts_of, synchronise
-from lrmoe.layer.buffers import Slots, WeightGrads, Weights
+from lrmoe.layer.buffers import Pair, Slots, WeightGrads, Weights
 from lrmoe.layer.call import Call
 from lrmoe.layer.sharded import Sharded
 from lrmoe.layer.weights import Home, Owned
@@ -92,15 +92,14 @@ class Residents:
     def give_back(self, call: Call, grads: WeightGrads) -> Home:
         """Add up this rank's copies over the step, sum over copies at its end; bring home what the caller compares."""
 
-        def home() -> tuple[Tensor | None, Tensor | None]:
+        def home() -> Pair:
             self._collect(call, grads)
             self._open = not self._ends()
             if not self._open:
                 self._synchronise(call)
             if call.seats.spread:
-                foreign = (grads.slot_gate_up, grads.slot_down)
-                return_gradients(call.comm, call.seats, foreign, (grads.gate_up, grads.down))
-            return grads.gate_up, grads.down
+                return_gradients(call.comm, call.seats, grads.foreign, grads.home)
+            return grads.home
 
         return home
 
@@ -170,10 +169,9 @@ class FromShards:
     def give_back(self, call: Call, grads: WeightGrads) -> Home:
         """Gradients to the shards, and from there home, where the caller compares them."""
 
-        def home() -> tuple[Tensor | None, Tensor | None]:
+        def home() -> Pair:
             if self._per_step and not self._ends():
-                seats = (grads.slot_gate_up, grads.slot_down)
-                shards, _ = return_shards(call.comm, call.seats, *seats, self._cuts)
+                shards, _ = return_shards(call.comm, call.seats, *grads.foreign, self._cuts)
             else:
                 shards = self._sharded.give_back(call, grads)()
             pairs = zip(shards, self._cuts, strict=True)
