@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lrmoe.layer import MoELayer, selection
+from lrmoe.layer import MoELayer, experts, selection
 from lrmoe.ops import triton as kernels
 from tests.layer.harness import build, pruning
 from tests.layer.pretend import CUDA, Pretend, pretending
@@ -126,3 +126,25 @@ def test_a_recompute_is_that_of_a_cpu(fields: dict[str, Any]) -> None:
         found = run(build(CASE, config), moved(CASE))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_drop", [0.0, 0.5])
+def test_products_bring_their_memory(monkeypatch: pytest.MonkeyPatch, max_drop: float) -> None:
+    """Torch's grouped product takes no destination on CUDA: one would cost a copy, and the memory twice."""
+    given: list[bool] = []
+    for name in ("grouped_mm", "grouped_mm_input", "grouped_mm_weight"):
+        usual = getattr(experts, name)
+
+        def noting(*args: Any, usual: Any = usual, **kwargs: Any) -> Tensor:
+            given.append(kwargs["out"] is not None)
+            found: Tensor = usual(*args, **kwargs)
+            return found
+
+        monkeypatch.setattr(experts, name, noting)
+    layer = build(CASE, pruning(max_drop=max_drop))
+    step(layer, CASE)
+    assert given == [True] * 6, "on a CPU scratch is kept from call to call"
+    given.clear()
+    with pretending(), kernels.off():
+        step(layer, moved(CASE))
+    assert given == [False] * 6
