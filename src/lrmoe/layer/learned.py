@@ -24,6 +24,7 @@ from lrmoe.planning.restore import value_of
 from lrmoe.planning.score_bins import BINS, COLUMNS, LOWEST
 
 _DECAY = 0.9  # of the sums over past pairs, at each call that has pairs of the expert
+_FRACTION = 32  # bits below the point of sums on CUDA; 31 are left for the number of rows
 _ROWS = 2048  # of an expert that a CPU reads: means and a coarse histogram need no more
 
 
@@ -60,24 +61,30 @@ def _sums(score_M: Tensor, counts_X: Tensor) -> Tensor:
     broken_M = broken_rows(score_M)
     score = finite_scores(score_M, broken_M).double()
     pair_M = torch.ones_like(score) if broken_M is None else broken_M.logical_not().double()
-    sums = torch.stack([_by_expert(value, counts_X, first_M) for value in (pair_M, score, score.square())])
+    values = (pair_M, score, score.square())
+    sums = torch.stack([torch.segment_reduce(v, "sum", lengths=counts_X, unsafe=True) for v in values])
     mean_X = sums[1] / sums[0].clamp(min=1)
     at_least = torch.where(mean_X > 0, mean_X, 1.0)
     relative = score.div_(at_least.repeat_interleave(counts_X, output_size=rows))
     octave = relative.frexp().exponent - (1 + LOWEST)
     place = octave.clamp_(0, BINS - 1).mul_(relative > 0).add_(first_M)
     by_bin = score.new_zeros((2, experts * BINS))
-    by_bin[0].index_add_(0, place, pair_M)
-    by_bin[1].index_add_(0, place, relative)
+    by_bin[0].index_add_(0, place, pair_M)  # whole numbers: the same in any order
+    _add_in_any_order(by_bin[1], place, relative)
     return torch.cat([sums.T, by_bin[0].view(experts, BINS), by_bin[1].view(experts, BINS)], dim=1)
 
 
-def _by_expert(value_M: Tensor, counts_X: Tensor, first_M: Tensor) -> Tensor:
-    """Sums of each expert's values, fp64 (X,)."""
+def _add_in_any_order(total: Tensor, place_M: Tensor, value_M: Tensor) -> None:
+    """Add values, whose sum is at most their number, to fp64 totals; CUDA, which has no order, adds multiples of 2^-32.
+
+    Whole numbers add up to the same bits however they come, and repeated runs plan alike.
+    """
     if value_M.device.type == "cpu":
-        return torch.segment_reduce(value_M, "sum", lengths=counts_X, unsafe=True)
-    total = value_M.new_zeros(counts_X.shape)
-    return total.index_add_(0, first_M // BINS, value_M)
+        total.index_add_(0, place_M, value_M)
+        return
+    units_M = value_M.ldexp(torch.full_like(value_M, _FRACTION)).long()
+    units = torch.zeros_like(total, dtype=torch.int64).index_add_(0, place_M, units_M)
+    total.add_(units.double().ldexp_(torch.full_like(total, -_FRACTION)))
 
 
 class Learned:
@@ -130,8 +137,9 @@ class Learned:
     def message(self, device: torch.device) -> Tensor:
         """int64 (width,), bits of fp64 numbers."""
         calls = torch.full((1,), float(self.calls), dtype=torch.float64, device=device)
-        parts = [self.sums_XF.to(device).reshape(-1), calls, self.booked_2.to(device)]
-        return torch.cat(parts).view(torch.int64)
+        # They stay where they are needed: a call that teaches nothing would copy them once more.
+        self.sums_XF, self.booked_2 = self.sums_XF.to(device), self.booked_2.to(device)
+        return torch.cat([self.sums_XF.reshape(-1), calls, self.booked_2]).view(torch.int64)
 
     def sent(self) -> None:
         """The message is out: a new count begins."""
