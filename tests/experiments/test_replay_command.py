@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,9 @@ def test_too_large_is_refused_before_it_starts() -> None:
     assert needed_bytes(asked) > 2**40
     with pytest.raises(ConfigError, match=r"GiB.*smaller --hidden"):
         check_memory(asked)
+
+
+def test_a_gpu_needs_scratch_for_all_rows_of_a_rank() -> None:
+    asked = make_question(systems=("megatron",), device="cpu")
+    there = dataclasses.replace(asked, device=torch.device("cuda"))
+    assert needed_bytes(there) > needed_bytes(asked)

@@ -197,7 +197,9 @@ def needed_bytes(question: Question) -> int:
     shape, counts_RE = question.layer.shape, question.calls.counts[-1]
     pairs, ranks = int(counts_RE.sum()), question.topology.ranks
     load_E = counts_RE.sum(axis=0)
-    fullest, run = int(load_E.reshape(ranks, -1).sum(axis=1).max()), int(load_E.max())
+    fullest = int(load_E.reshape(ranks, -1).sum(axis=1).max())
+    # Blocks of a CPU hold a seat's rows; a GPU computes all of a rank's at once.
+    run = int(load_E.max()) if question.device.type == "cpu" else fullest
     row = 3 * shape.row_bytes + (
         2 * shape.width * shape.element_bytes if question.activations == "stash" else 0
     )
