@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lrmoe.layer import backward, experts
+from lrmoe.layer.pruning import select_pairs
 from tests import benchmark
 from tests.distributed.pool import Pool
 from tests.forked import forked_workers
@@ -79,8 +81,12 @@ def test_a_wrong_product_is_seen(
 def test_a_weight_that_is_not_one_over_its_chance_is_seen(
     fuzz: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = backward.select_pairs
-    monkeypatch.setattr(backward, "select_pairs", lambda *args: right(*args) * 1.1)
+
+    def too_heavy(*args: Any) -> Tensor | None:
+        weight = select_pairs(*args)
+        return None if weight is None else weight * 1.1
+
+    monkeypatch.setattr(backward, "select_pairs", too_heavy)
     with pytest.raises(fuzz.WrongError, match="inverse of its inclusion probability"):
         fuzz.judge(fuzz.FuzzCall(tokens=40, experts=2, hidden=5, width=4, config=(("warmup_steps", 0),)))
 

@@ -203,8 +203,7 @@ def changed_row(rank: int) -> Iterator[None]:
 def dropped_pair(rank: int) -> Iterator[None]:
     """Rank 1 leaves out one pair more than the ranks agreed on."""
     from lrmoe.layer import backward
-
-    select = backward.select_pairs
+    from lrmoe.layer.pruning import select_pairs as select
 
     def fewer(*args: Any) -> Tensor | None:
         weight = select(*args)

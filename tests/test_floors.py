@@ -160,8 +160,8 @@ def _environment_keys(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if name == "getenv" or (_is_environ(owner) and name in {"get", "pop", "setdefault"}):
                 keys = node.args[:1]
         for key in keys:
-            name = key.value if isinstance(key, ast.Constant) else None
-            yield key.lineno, name if isinstance(name, str) else "?"
+            literal = key.value if isinstance(key, ast.Constant) else None
+            yield key.lineno, literal if isinstance(literal, str) else "?"
 
 
 def _is_environ(node: ast.expr) -> bool:

@@ -166,6 +166,7 @@ def test_swift_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     trainer = Trainer(make_model("qwen3"), args, train_dataset=Tokens(64), callbacks=[callback])
     trainer.train()
     assert len(kept(trainer)) == 2
+    assert callback.handle is not None
     assert callback.handle.clock.step == 2
 
 

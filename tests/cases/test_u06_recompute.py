@@ -55,12 +55,14 @@ def block_grads(
     if kind is not None:
         assert len(ids_seen) == 2
     moved = len(ids_seen) == 2 and not torch.equal(*ids_seen)
-    grads = {n: leaf[n].grad for n in ("d_hidden", "d_gate_up", "d_down")}
+    names = ("d_hidden", "d_gate_up", "d_down")
+    grads = {n: grad for n in names if (grad := leaf[n].grad) is not None}
+    assert layer.last_record is not None
     return {
         **grads,
         "moved": torch.tensor(moved),
         "micro_batches": torch.tensor(layer.last_record.micro_batch),
-    }  # type: ignore[dict-item, union-attr]
+    }
 
 
 def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], noise: float) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lrmoe import LRMoEConfig
 from lrmoe.integrations import transformers as lrmoe_hf
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, world
 from tests.integrations.models import assert_same, make_model, make_tokens, run
 from tests.integrations.ranks import LIMIT_S, reduce_by_hand
 
@@ -107,7 +107,7 @@ def test_the_tie_survives_a_state_dict_and_a_file(kind: str, tmp_path: Path) -> 
 
 def cut_keeps_ties(kind: str, sharded: bool) -> None:
     """Experts spread over two ranks: one gradient for both uses, the reference's."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group = dist.get_rank(), world()
     ids = [make_tokens(1, 9, seed=3), make_tokens(1, 6, seed=4)]
     eager = tied_model(kind)
     (sum(eager(input_ids=one, labels=one).loss for one in ids) / 2).backward()

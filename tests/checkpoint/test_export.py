@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_may_remove_what_is_read(
     root = tmp_path / "run" / "checkpoints"
     shutil.copytree(run / "checkpoints", root)
     (root / "step-00000001").rename(tmp_path / "older")
-    real, opened = export_module.open_checkpoint, list[str]()
+    real, opened = open_checkpoint, list[str]()
 
     def removed_meanwhile(folder: Path) -> Checkpoint:
         opened.append(folder.name)

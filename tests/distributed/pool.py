@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 CASE_LIMIT_S = 30.0
 # Imported once, before ranks are forked: what every rank would otherwise spend seconds on, after every restart too.
@@ -97,8 +98,8 @@ class Pool:
         deadline = time.monotonic() + limit_s
         while len(found) < self.world_size:
             open_pipes = [p for r, p in enumerate(self._pipes) if r not in found]
-            for pipe in wait(open_pipes, timeout=max(0.0, deadline - time.monotonic())):
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+            ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
+            for rank in (r for r, p in enumerate(self._pipes) if p in ready):
                 found[rank] = _receive(self._pipes[rank])
                 if found[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -183,7 +184,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, store_path: str, stack_
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is no garbage: collections need not go through it
-    store = dist.FileStore(store_path, world_size)
+    store = FileStore(store_path, world_size)
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     while True:

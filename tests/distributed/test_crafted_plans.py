@@ -52,6 +52,7 @@ def random_plans(batch: int) -> list[int]:
             truth.check(found.result, sizes, f"plan {seed}, lean wire {lean}")
             assert policy.last is not None
             assert found.record.rows_backward_local == policy.last.backward_load_R[dist.get_rank()]
+        assert policy.last is not None
         moved, parts = moved + bool(policy.last.foreign_J.any()), parts + (found.record.chunks > 1)
     return [moved, parts]
 

@@ -82,7 +82,7 @@ def faults() -> list[tuple[str, str]]:
         pending.backward(part.grad_out)
         result = run(part, exact(), group=group, layer=layer).result
         truth.check(result, sizes, f"after a fault of rank {bad}")
-        grads = {name: tensor.grad for name, tensor in leaf.items()}
+        grads: dict[str, Any] = {name: tensor.grad for name, tensor in leaf.items()}
         truth.check(dataclasses.replace(result, **grads), sizes, f"across a fault of rank {bad}")
     return found
 

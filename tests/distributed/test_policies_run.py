@@ -147,7 +147,8 @@ def plain_training() -> State:
     weights = {"gate_up": case.gate_up.clone(), "down": case.down.clone()}
     optimizer = torch.optim.AdamW(weights.values(), lr=1e-2, weight_decay=0.1)
     for step in range(STEPS):
-        found = plain_loop(dataclasses.replace(skewed(step), **weights), needs=["d_gate_up", "d_down"])
+        now = dataclasses.replace(skewed(step), gate_up=weights["gate_up"], down=weights["down"])
+        found = plain_loop(now, needs=["d_gate_up", "d_down"])
         weights["gate_up"].grad, weights["down"].grad = found.d_gate_up, found.d_down
         optimizer.step()
     state = [optimizer.state[weight] for weight in weights.values()]

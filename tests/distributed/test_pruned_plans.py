@@ -21,9 +21,8 @@ from tests.reference import Case, make_case
 
 pytestmark = pytest.mark.distributed
 
-MODES = list(
-    itertools.product(("topk", "sampled"), ("global", "local"), ("full", "retained"), (False, "auto"))
-)
+WIRES: tuple[bool | str, ...] = (False, "auto")
+MODES = list(itertools.product(("topk", "sampled"), ("global", "local"), ("full", "retained"), WIRES))
 DROPS = ("any", "all", "floor")
 CASE = make_case(tokens=30, experts=8, top_k=3, hidden=8, width=6, seed=4, skew=1.5)
 

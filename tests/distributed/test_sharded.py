@@ -79,8 +79,9 @@ def fetch_and_return(layout: Hosts, dtype: torch.dtype) -> dict[str, Any]:
     """Runs on every rank: the shards, what was fetched, the gradients that came home (twice), the bytes."""
     comm, seats = Comm(dist.group.WORLD), seats_from(layout)
     cuts = expert_cuts(HIDDEN, WIDTH, comm.size)
-    shards = [cut_experts(w, cut, comm.rank) for w, cut in zip(whole_experts(dtype), cuts, strict=True)]
-    pending = fetch_shards(comm, seats, *shards, cuts)
+    up, down = (cut_experts(w, cut, comm.rank) for w, cut in zip(whole_experts(dtype), cuts, strict=True))
+    shards = [up, down]
+    pending = fetch_shards(comm, seats, up, down, cuts)
     fetched = pending.wait()
     assert pending.wait()[0] is fetched[0]
     grads = local(seats, comm, seat_gradients(seats, dtype))
@@ -154,8 +155,8 @@ def tiny_experts() -> list[list[int]]:
     comm, seats = Comm(dist.group.WORLD), seats_from([[0], [1], [2], [3, 0]], experts=4)
     cuts = expert_cuts(1, 1, comm.size)
     whole = torch.arange(8.0).view(4, 2, 1), torch.arange(4.0).view(4, 1, 1)
-    shards = [cut_experts(w, cut, comm.rank) for w, cut in zip(whole, cuts, strict=True)]
-    up, down = fetch_shards(comm, seats, *shards, cuts, wait=True).wait()
+    mine = [cut_experts(w, cut, comm.rank) for w, cut in zip(whole, cuts, strict=True)]
+    up, down = fetch_shards(comm, seats, mine[0], mine[1], cuts, wait=True).wait()
     (d_up, d_down), _ = return_shards(comm, seats, up, down, cuts)
     assert d_up is not None
     assert d_down is not None
@@ -261,7 +262,7 @@ def policy_layouts(policy: str) -> list[list[int]]:
         plan = get_policy(policy)(problem)
         seats = seats_of(plan, homes=False)
         hosted = seats.expert_Q[seats.of(comm.rank)]
-        up, down = fetch_shards(comm, seats, *shards, cuts).wait()
+        up, down = fetch_shards(comm, seats, shards[0], shards[1], cuts).wait()
         assert torch.equal(up, whole[0][hosted])
         assert torch.equal(down, whole[1][hosted])
         found.append(hosted.tolist())

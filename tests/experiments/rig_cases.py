@@ -21,7 +21,7 @@ from lrmoe.experiments.systems.residence import change, synchronise
 from lrmoe.experiments.trajectories.recorder import Recorder
 from lrmoe.integrations.transformers import watch_layers
 from lrmoe.layer import MoELayer, StepClock
-from lrmoe.planning import LayerPlan
+from lrmoe.planning import LayerPlan, Problem
 from lrmoe.telemetry import Telemetry
 from lrmoe.training.loop import Trainer
 from lrmoe.training.records import gather_records
@@ -140,7 +140,12 @@ def executed(folder: str, name: str, steps: int, train: dict[str, Any] | None = 
 
     def noted(policy: Any, *args: Any, **options: Any) -> Any:
         fit = fitted(policy, *args, **options)
-        return lambda problem: plans.append(fit(problem)) or plans[-1]
+
+        def planned(problem: Problem) -> LayerPlan:
+            plans.append(fit(problem))
+            return plans[-1]
+
+        return planned
 
     trained.after_backward = execute
     records = []

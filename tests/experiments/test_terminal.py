@@ -24,7 +24,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("lrmoe.experiments.terminal.time.monotonic", lambda: now[0])
     with terminal.progress_bar() as tell:
         for second in range(12):
             now[0] = float(second)

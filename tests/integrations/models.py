@@ -101,7 +101,7 @@ def make_tokens(batch: int = 2, length: int = 12, *, seed: int = 1) -> Tensor:
     return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
 
 
-class Tokens(Dataset):
+class Tokens(Dataset[dict[str, Any]]):
     """`count` sequences of 8 tokens, for a Trainer."""
 
     def __init__(self, count: int) -> None:

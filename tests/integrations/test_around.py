@@ -84,9 +84,9 @@ def wrapped_dense_part(path: str, wrap: str) -> None:
     for _ in range(2):
         model.zero_grad()
         call(input_ids=ids[rank], labels=ids[rank]).loss.backward()
-    for (
-        parameter
-    ) in experts:  # complete, but of the sum of the ranks' losses where dense gradients are of the mean
+    # Complete, but of the sum of the ranks' losses where dense gradients are of the mean.
+    for parameter in experts:
+        assert parameter.grad is not None
         parameter.grad.div_(2)
     wanted = reference(path, torch.float64, ids)
     for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ from tests.layer.harness import Run, build, forward, leaves, pruning, run
 from tests.reference import GRADS, Case, Result, make_case, plain_loop
 
 CASE = make_case(tokens=61, experts=8, top_k=3, seed=1)
-ZERO_TIME = {"ms": {}, "wall_ms": {}}
+ZERO_TIME: dict[str, dict[str, float]] = {"ms": {}, "wall_ms": {}}
 
 
 def compared(found: Result, case: Case, needs: Sequence[str] = GRADS) -> tuple[float, float]:
@@ -31,7 +31,7 @@ def same_but_for_the_check(one: Run, other: Run) -> None:
     """Same bits out and back, and the same record."""
     for name in ("out", *GRADS):
         assert torch.equal(getattr(one.result, name), getattr(other.result, name)), name
-    blank = {"check_cosine": None, "check_relative_error": None, **ZERO_TIME}
+    blank: dict[str, Any] = {"check_cosine": None, "check_relative_error": None, **ZERO_TIME}
     assert dataclasses.replace(one.record, **blank) == dataclasses.replace(other.record, **blank)
 
 

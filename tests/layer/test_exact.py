@@ -151,8 +151,11 @@ def test_fp16_gradients_stay_finite_where_the_plain_loops_do() -> None:
     for name in GRADS:  # a routing weight's own gradient can be too large for fp16, in the plain loop as here
         finite = getattr(wanted, name).isfinite()
         assert bool(getattr(found, name)[finite].isfinite().all()), name
-    error = (found.d_gate_up.double() - wanted.d_gate_up.double()).abs().max()
-    assert float(error) <= 4e-3 * float(wanted.d_gate_up.abs().max())
+    ours, theirs = found.d_gate_up, wanted.d_gate_up
+    assert ours is not None
+    assert theirs is not None
+    error = (ours.double() - theirs.double()).abs().max()
+    assert float(error) <= 4e-3 * float(theirs.abs().max())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-4])
@@ -163,9 +166,12 @@ def test_small_fp16_gradients_are_as_precise_as_the_plain_loops(scale: float) ->
     case = dataclasses.replace(case, weights=weights, grad_out=case.grad_out * scale)
     found = run(case, exact()).result
     truth, plain = plain_loop(case, dtype=torch.float64), plain_loop(case)
-    assert found.d_weights is not None
-    error, limit = ((one.d_weights.double() - truth.d_weights).norm() for one in (found, plain))
-    assert float(error) <= 2 * float(limit) + 1e-3 * float(truth.d_weights.norm())
+    ours, exactly, loops = found.d_weights, truth.d_weights, plain.d_weights
+    assert ours is not None
+    assert exactly is not None
+    assert loops is not None
+    error, limit = ((one.double() - exactly).norm() for one in (ours, loops))
+    assert float(error) <= 2 * float(limit) + 1e-3 * float(exactly.norm())
 
 
 def test_a_default_device_changes_nothing() -> None:
@@ -173,4 +179,6 @@ def test_a_default_device_changes_nothing() -> None:
     wanted = run(case, pruning(max_drop=0.5)).result
     with torch.device("meta"):
         found = run(case, pruning(max_drop=0.5)).result
+    assert found.d_down is not None
+    assert wanted.d_down is not None
     assert torch.equal(found.d_down, wanted.d_down)

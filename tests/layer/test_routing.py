@@ -10,14 +10,13 @@ from lrmoe.layer.routing import (
     Layout,
     expert_order,
     group_entries,
-    ranges,
     sort_pairs,
     token_entries,
     tokens_of,
     transposed,
 )
 from lrmoe.ops import cpu
-from lrmoe.planning.cells import part_of_cells
+from lrmoe.planning.cells import part_of_cells, ranges
 
 with_passes = pytest.mark.skipif(not cpu.state()[0], reason=f"compiled passes: {cpu.state()[1]}")
 

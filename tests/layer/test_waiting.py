@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lrmoe.layer import announce, replay, reroute, wire
+from lrmoe.layer import announce, replay, reroute, routing, wire
 from lrmoe.ops import Reading
 from tests.layer.harness import build, forward, leaves, pruning
 from tests.reference import GRADS, make_case
@@ -31,9 +31,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def sort_keys(*given: Any) -> Tensor:
         seen.append("sort")
-        return sort(*given)
+        return routing.sort_keys(*given)
 
-    sort = announce.sort_keys
     monkeypatch.setattr(announce, "sort_keys", sort_keys)
     for module in (announce, replay, reroute, wire):
         monkeypatch.setattr(module, "Reading", Watched)

@@ -34,7 +34,7 @@ def test_small_buffers_and_other_devices_ask_for_nothing(asked: list[tuple[int, 
 
 
 def test_where_the_system_has_no_such_request_buffers_are_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages.sys, "platform", "another")
+    monkeypatch.setattr("lrmoe.ops.pages.sys.platform", "another")
     pages._advise.cache_clear()
     try:
         assert pages._advise() is None

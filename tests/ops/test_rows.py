@@ -92,12 +92,12 @@ def test_combine_sums_rows_per_token(dtype: torch.dtype, tokens: int, weights: s
         "none": None,
         "same": weight.to(dtype),
         "wider": weight.to(torch.promote_types(dtype, torch.float32)),
-    }
-    found = combine(rows, index, ends, given[weights])
-    wide = None if given[weights] is None else given[weights].double()
+    }[weights]
+    found = combine(rows, index, ends, given)
+    wide = None if given is None else given.double()
     exact = plain_combine(rows.double(), index, ends, wide)
     assert found.dtype == dtype
-    assert_within(found, exact, plain_combine(rows, index, ends, given[weights]), "combine")
+    assert_within(found, exact, plain_combine(rows, index, ends, given), "combine")
 
 
 def test_combine_accumulates_low_precision_rows_in_fp32() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,14 +108,14 @@ def test_fingerprints_tell_plans_apart(question: Problem) -> None:
 def test_fingerprints_cover_everything_that_ranks_must_agree_on(question: Problem) -> None:
     none_R = np.zeros(2, dtype=np.int64)
     traffic = Traffic(fetch_R=none_R, refetch_R=none_R, return_R=none_R, state_R=none_R, resident_R=none_R)
-    changes: list[dict[str, object]] = [
+    changes: list[dict[str, Any]] = [
         {},
         {"reason": "budget"},
         {"forward_chunks": 2},
         {"backward_chunks": 2},
         {"recompute": True},
         {"traffic": traffic},
-        *({"traffic": dataclasses.replace(traffic, **{name: none_R + 1})} for name in vars(traffic)),
+        *[{"traffic": dataclasses.replace(traffic, **{name: none_R + 1})} for name in vars(traffic)],
         {"counts_RE": COUNTS + 1},
         {"backward_J": np.arange(4)},
         {"copies_J": np.arange(4)},

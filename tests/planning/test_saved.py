@@ -19,7 +19,7 @@ from lrmoe.planning.problem import History
 from lrmoe.planning.saved import history_state, read_history
 
 TOPOLOGY = Topology(ranks=4, experts=16)
-EAGER = {
+EAGER: dict[str, Callable[[Problem], LayerPlan]] = {
     "flexmoe": FlexMoE(interval=1, threshold=1.0, sync_seconds=1e-9),
     "smartmoe": SmartMoE(interval=1),
     "eplb": EPLB(interval=1),
@@ -75,7 +75,8 @@ def test_a_plan_with_every_field() -> None:
     assert all(value is not None for value in vars(whole).values())
     assert plan.overflow_RE is not None
     assert plan.overflow_RE.any()
-    given = dataclasses.replace(whole, forward_chunks=np.int64(3))
+    of_numpy: Any = np.int64(3)
+    given = dataclasses.replace(whole, forward_chunks=of_numpy)
     after = through_json(History(counts=(counts(1),), previous=given, step=1)).previous
     assert after is not None
     assert after.fingerprint() == whole.fingerprint()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,8 +167,10 @@ def test_plans_trade_load_for_wire_as_the_weight_grows() -> None:
 @given(problems(max_ranks=4, max_local=3), st.integers(0, 2), st.sampled_from([None, 0.4, 1.5]))
 def test_whole_plans_are_legal_and_repeat(question: Problem, slots: int, weight: float | None) -> None:
     slots = min(slots, question.topology.experts - question.topology.experts_per_rank)
-    limits = {"wire_rows": max(1, question.pairs // 3)} if weight is None else {"wire_weight": weight}
-    asked = dataclasses.replace(question, slots=slots, **limits)  # type: ignore[arg-type]
+    limits: dict[str, Any] = {"wire_rows": max(1, question.pairs // 3)}
+    if weight is not None:
+        limits = {"wire_weight": weight}
+    asked = dataclasses.replace(question, slots=slots, **limits)
     try:
         found = get_policy("lrmoe")(asked)
     except InfeasibleError:

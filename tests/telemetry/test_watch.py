@@ -11,7 +11,7 @@ from lrmoe.telemetry import CallRecord
 from lrmoe.telemetry.watch import DROPPED_ENERGY_LEVEL, EnergyWatch
 from tests.layer.harness import build, forward, leaves, pruning
 from tests.reference import GRADS, make_case
-from tests.telemetry.test_layers import record
+from tests.telemetry.records import record
 
 CASE = make_case(tokens=61, experts=8, top_k=3, seed=1)
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from lrmoe.checkpoint import find_steps
-from lrmoe.checkpoint.save import save_file
 from lrmoe.errors import CheckpointError
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.loop import Trainer

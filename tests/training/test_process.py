@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from lrmoe.errors import ConfigError, RankError
 from lrmoe.training.process import _attempt, joined, pick_device
@@ -86,7 +86,7 @@ def test_torchruns_variables_give_a_group() -> None:
 
 def test_a_restart_is_not_taken_for_an_earlier_one(tmp_path: Path) -> None:
     """torchrun's store outlives the ranks: rank 1 finds the words of a rank 0 that is gone, and the other way round."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
+    store = FileStore(str(tmp_path / "store"), 1)
 
     def start(world_size: int) -> list[str]:
         with ThreadPoolExecutor(world_size) as threads:

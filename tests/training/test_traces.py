@@ -21,7 +21,7 @@ from lrmoe.training.process import Process
 from lrmoe.training.run import train
 from lrmoe.training.traces import TraceLog
 from tests.distributed.pool import Pool
-from tests.training.test_metrics import record
+from tests.telemetry.records import record
 from tests.training.tiny import CPU, tiny_config
 
 ALONE = Process(group=None, device=CPU, rank=0, world_size=1)

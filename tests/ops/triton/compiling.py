@@ -79,7 +79,7 @@ def usage(kernel: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [CUOBJDUMP, "-res-usage", file.name]
+        command = [str(CUOBJDUMP), "-res-usage", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
     return {

@@ -67,7 +67,12 @@ def test_the_layer_s_products_reach_the_kernels(add: bool, monkeypatch: pytest.M
 
     by_torch = both()
     taken: list[Any] = []
-    monkeypatch.setattr(ops.grouped, "_way", lambda *given, **named: (taken.append(given), "triton")[1])
+
+    def way(*given: Any, **named: Any) -> str:
+        taken.append(given)
+        return "triton"
+
+    monkeypatch.setattr(ops.grouped, "_way", way)
     for found, wanted in zip(both(), by_torch, strict=True):
         assert_close(found, wanted.double())
     # The weight gradient, forward, the input gradient: width of the result and of the rows.

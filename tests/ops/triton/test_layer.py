@@ -6,6 +6,8 @@ In the interpreter rows lie on a CPU: what asks where they lie is told otherwise
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     names: set[str] = set()
     for name in ("gate", "gate_backward", "norms", "combine", "move"):
         work = getattr(passes, name)
-        monkeypatch.setattr(passes, name, lambda *a, n=name, w=work, **k: (names.add(n), w(*a, **k))[1])
+
+        def named(*given: Any, name: str = name, work: Callable[..., Any] = work, **more: Any) -> Any:
+            names.add(name)
+            return work(*given, **more)
+
+        monkeypatch.setattr(passes, name, named)
     monkeypatch.setattr(passes, "usable", lambda *tensors: None)
     monkeypatch.setattr(fused, "cpu", passes)
     monkeypatch.setattr(grouped, "_way", lambda *a, **k: "triton")

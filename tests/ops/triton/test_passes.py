@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,12 @@ def test_ops_hand_their_work_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     calls: list[str] = []
     for name in ("gate", "gate_backward", "norms", "sums", "combine", "move"):
         work = getattr(passes, name)
-        monkeypatch.setattr(passes, name, lambda *a, n=name, w=work, **k: (calls.append(n), w(*a, **k))[1])
+
+        def named(*given: Any, name: str = name, work: Callable[..., Any] = work, **more: Any) -> Any:
+            calls.append(name)
+            return work(*given, **more)
+
+        monkeypatch.setattr(passes, name, named)
     monkeypatch.setattr(fused, "cpu", passes)
     h, index, norm = normal(6, 10), numbers([5, 3, 0]), torch.empty(6, device=DEVICE)
     phi = ops.gated_activation(h, "gelu", norm_N=norm)
@@ -76,8 +82,15 @@ def test_budgets_are_told_where_kernels_need_no_temporaries(monkeypatch: pytest.
     )
     assert passes.fuses(torch.device(DEVICE), torch.float32)
     assert not passes.fuses(torch.device(DEVICE), torch.float64)
-    monkeypatch.setattr(passes, "fuses", lambda device, dtype: "asked")
-    assert ops.fuses(torch.device("cuda"), torch.float32) == "asked"
+    asked: list[torch.dtype] = []
+
+    def fuses(device: torch.device, dtype: torch.dtype) -> bool:
+        asked.append(dtype)
+        return True
+
+    monkeypatch.setattr(passes, "fuses", fuses)
+    assert ops.fuses(torch.device("cuda"), torch.float32) is True
+    assert asked == [torch.float32]
     assert ops.fuses(torch.device("cpu"), torch.float64) is False
 
 

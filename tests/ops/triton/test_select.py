@@ -16,6 +16,7 @@ from lrmoe.layer import selection
 from lrmoe.layer.randomness import UNIT
 from lrmoe.layer.selection import Candidates, Choice
 from lrmoe.ops.triton import select
+from lrmoe.ops.triton.rule import SELECT_ROWS
 from tests.ops.triton.inputs import DEVICE
 
 NAN, INF = float("nan"), float("inf")
@@ -86,7 +87,7 @@ def assert_same(found: Choice, wanted: Choice) -> None:
         ours, theirs = getattr(found.loss, name), getattr(wanted.loss, name)
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(
-            ours.cpu(), theirs, rtol=1e-12, atol=1e-300, msg=lambda text, n=name: f"{n}: {text}"
+            ours.cpu(), theirs, rtol=1e-12, atol=1e-300, msg=f"{name}: {ours} and {theirs}"
         )
 
 
@@ -184,8 +185,8 @@ def test_a_cpu_and_many_rows_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) 
         claims: Any = Claims(count)
         return dataclasses.replace(rows, score_M=claims)
 
-    assert selection._kernels(claimed(selection.SELECT_ROWS)) is select
+    assert selection._kernels(claimed(SELECT_ROWS)) is select
     assert len(seen) == 1
-    assert selection._kernels(claimed(selection.SELECT_ROWS + 1)) is None
+    assert selection._kernels(claimed(SELECT_ROWS + 1)) is None
     monkeypatch.setattr(selection, "usable", lambda *tensors: "switched off")
     assert selection._kernels(claimed(5)) is None
