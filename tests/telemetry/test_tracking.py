@@ -170,4 +170,6 @@ def test_it_agrees_with_the_profiler_on_a_layer_call() -> None:
         with tracker:
             run(case, config, layer=layer)
         profiled = profiled_peak(partial(run, case, config, layer=layer))
-        assert 0 <= profiled / tracker.peak - 1 < 0.02, "operators' own scratch is all that may differ"
+        # Only the profiler sees operators' own scratch, only the tracker what NumPy made: the kept pairs' numbers.
+        by_numpy = 0 if config.max_drop == 0 else 8 * case.ids.numel() // 2
+        assert 0 <= profiled + by_numpy - tracker.peak < 0.02 * tracker.peak
