@@ -25,7 +25,7 @@ from lrmoe.layer.forward import Walked
 from lrmoe.layer.kept_rows import carried_inputs, inputs_that_stayed
 from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, reroute
-from lrmoe.layer.routing import Layout
+from lrmoe.layer.routing import Layout, tokens_of
 from lrmoe.layer.wire import Arrival, send_rows, start_back, start_return, sum_by_token
 from lrmoe.planning.problem import IntArray
 
@@ -61,7 +61,7 @@ def walk_backward(
         alpha_TK: routing weights; order_N: flat pair ids by expert.
     """
     clock, weights = call.open_call.clock, call.storage.borrow(call, gate_up, down)
-    alpha_N = alpha_TK.reshape(-1)[order_N]
+    alpha_N = alpha_TK.reshape(-1).index_select(0, order_N)
     weight_N = walked.weight_N
     if call.scored and not call.selects_early:
         weight_N = select_pairs(call, g_TH, alpha_N, order_N, walked.phi_norm_N)
@@ -162,11 +162,11 @@ def _part(
     """One part: gradients of its pairs into the weights' buffers and `alpha`; returns the input's gradient (T, H)."""
     call, clock, route = back.call, back.call.open_call.clock, back.route
     source_P = back.source(at)
-    pair_P = back.order_N if source_P is None else back.order_N[source_P]
-    columns = [back.scale_N if source_P is None else back.scale_N[source_P]]
+    pair_P = back.order_N if source_P is None else back.order_N.index_select(0, source_P)
+    columns = [back.scale_N if source_P is None else back.scale_N.index_select(0, source_P)]
     if route.position_P is not None:
         columns.append(route.position_P if at is None else route.position_P[at])
-    token_P = pair_P // max(call.slots, 1)
+    token_P = tokens_of(pair_P, call.slots)
     g = send_rows(call, layout, back.g_TH, token_P, columns, pack="pack", travel="exchange", part="backward")
     x_carried = carried_inputs(back, g, cells_RV, token_P)
     back.weights.start()
@@ -210,7 +210,7 @@ def _come_home(
         if alpha is not None and dots is not None:
             dot_P, weight_N = dots.wait(), back.weight_N
             if weight_N is not None:
-                dot_P = dot_P * (weight_N if source_P is None else weight_N[source_P])
+                dot_P = dot_P * (weight_N if source_P is None else weight_N.index_select(0, source_P))
             alpha[pair_P] = dot_P
     return x_grad
 
@@ -256,9 +256,9 @@ def _full_alpha(back: Back) -> Tensor:
     """Gradient of every pair's routing weight from the kept outputs, (T, K)."""
     y_NH, place_N = back.walked.y_NH, back.walked.place_N
     assert y_NH is not None, "outputs were kept"
-    pair_N = back.order_N if place_N is None else back.order_N[place_N]
+    pair_N = back.order_N if place_N is None else back.order_N.index_select(0, place_N)
     grad = torch.zeros(back.alpha_TK.numel(), dtype=back.scale_N.dtype, device=y_NH.device)
-    grad[pair_N] = _full_dot(back.g_TH, y_NH, pair_N // max(back.call.slots, 1), grad.dtype)
+    grad[pair_N] = _full_dot(back.g_TH, y_NH, tokens_of(pair_N, back.call.slots), grad.dtype)
     return grad.view(back.alpha_TK.shape)
 
 

@@ -17,7 +17,7 @@ from lrmoe.layer.call import Call, KeptSet
 from lrmoe.layer.choice import choose_seats, in_order
 from lrmoe.layer.early import Stays, fix_kept, keep_inputs
 from lrmoe.layer.experts import experts_forward
-from lrmoe.layer.routing import Layout
+from lrmoe.layer.routing import Layout, tokens_of
 from lrmoe.layer.wire import return_rows, send_back, send_columns, send_rows, sum_by_token
 from lrmoe.ops import gather_rows, upload
 from lrmoe.planning.cells import part_of_cells, ranges
@@ -72,7 +72,7 @@ def walk_forward(
     weights = call.storage.borrow(call, gate_up, down)
     with call.open_call.clock.phase("pack"):
         place_N = _sending_order(call, order_N, x_TH.shape[0])
-        pair_N = order_N if place_N is None else order_N[place_N]
+        pair_N = order_N if place_N is None else order_N.index_select(0, place_N)
     kept = None
     if call.selects_early and not call.config.needs_phi:
         kept = fix_kept(call, alpha_TK, order_N, place_N, None)
@@ -99,7 +99,7 @@ def _sending_order(call: Call, order_N: Tensor, tokens: int) -> Tensor | None:
     if not call.seats.spread:
         return None
     if call.lean:
-        token_N = order_N // max(call.slots, 1)
+        token_N = tokens_of(order_N, call.slots)
         seat_N = choose_seats(token_N, tokens, call.seats, call.comm.rank)
     else:
         seat_N = in_order(call.seats, call.comm.rank, order_N.device)
@@ -157,8 +157,8 @@ def _forward_part(
     """
     clock, ledger = call.open_call.clock, call.open_call.ledger
     alpha = alpha_TK.reshape(-1)
-    beside = [alpha[pair_N].to(call.scale_dtype())] if call.lean else []
-    token_N = pair_N // max(call.slots, 1)
+    beside = [alpha.index_select(0, pair_N).to(call.scale_dtype())] if call.lean else []
+    token_N = tokens_of(pair_N, call.slots)
     arrival = send_rows(
         call,
         layout,
