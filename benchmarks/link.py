@@ -5,13 +5,16 @@ two processes, on the same routing, with two slots for copies each and under one
 to keep their activations. Sizes are those of benchmarks/layer.py over two ranks (hidden 512, expert width 192, 32
 experts, top-8, 2048 tokens a rank, fp32); popularity is lognormal, drawn anew for each of several calls of a round. The
 rate of the link is found first: with it the exchange of a call with balanced counts takes a third of the call, by the
-wall's clock, less the CPU time of the ranks' threads. Nothing is modelled: a call lasts from a barrier to the end of
+wall's clock, less the CPU time of the ranks' threads, where results travel home before the next product begins. In
+the calls that are compared products go on meanwhile, in all systems; two more lanes show what that changes. Nothing is
+modelled: a call lasts from a barrier to the end of
 backward on the slower rank.
 
     sudo python benchmarks/link.py --json
 
-Names: link.drop<d>.wall_over_fixed, link.drop<d>.wall_over_ultraep, link.ultraep.wall_over_fixed: medians over calls of
-ratios of the same routing and round.
+Names: link.drop<d>.wall_over_fixed, link.drop<d>.wall_over_ultraep, link.ultraep.wall_over_fixed, and over the same
+without products beside the results' way home link.drop<d>.wall_over_in_turn: medians over calls of ratios of the same
+routing and round.
 
 Needs root and iproute2; without them it says so and prints nothing. Expected duration on 2 cores: 2 to 4 minutes.
 """
@@ -32,17 +35,19 @@ from host_pair import BITS, Host, host_pair, leave, limit, rank_of_pair, rank_op
 from layer_variants import Case
 from link_rank import FIXED, OURS, ULTRAEP, Lane, Timed, Work, play, timed_of
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rounds import spread
 
 from lrmoe.telemetry import figure
 
 BALANCED = "balanced"
+IN_TURN = ".in_turn"  # the same without work that is left for the time while results travel
 DROPS = (0.2, 0.5)
 LANES = (
     Lane(name=FIXED, system=FIXED),
     Lane(name=ULTRAEP, system=ULTRAEP),
     *(Lane(name=f"drop{drop:g}", system=OURS, max_drop=drop) for drop in DROPS),
+    *(Lane(name=f"drop{drop:g}{IN_TURN}", system=OURS, max_drop=drop, in_turn=True) for drop in DROPS),
 )
 SHARE = 1 / 3  # of a balanced call that exchange takes
 CLOSE = 0.03  # how near to it the rate is taken
@@ -86,7 +91,7 @@ def next_rate(rate: float, share: float) -> float:
 
 def find_rate(hosts: Sequence[Host], folder: Path, what: Work) -> tuple[float, float]:
     """The link's rate in bytes per second, set on it, and the share of exchange that was seen with it."""
-    lanes = (Lane(name=BALANCED, system=FIXED, balanced=True),)
+    lanes = (Lane(name=BALANCED, system=FIXED, balanced=True, in_turn=True),)
     what = replace(what, lanes=lanes, draws=what.draws[:2], rounds=2)
     rate = first_rate(run(hosts, folder, what, "free"))
     seen: dict[float, float] = {}
@@ -127,7 +132,7 @@ def figures(calls: Sequence[Timed], context: Mapping[str, Any]) -> list[dict[str
     found = []
     for name, other in _pairs():
         over = [wall[name, *place] / wall[other, *place] for place in places]
-        key = f"link.{name}.wall_over_{'fixed' if other == FIXED else other}"
+        key = f"link.{name}.wall_over_{_said(name, other)}"
         value, noise = round(statistics.median(over), 4), round(spread(over), 4)
         found.append(figure(key, value, "ratio", "lower", spread=noise, calls=len(over), **about))
     return found
@@ -135,7 +140,13 @@ def figures(calls: Sequence[Timed], context: Mapping[str, Any]) -> list[dict[str
 
 def _pairs() -> list[tuple[str, str]]:
     ours = [f"drop{drop:g}" for drop in DROPS]
-    return [(ULTRAEP, FIXED), *((name, other) for name in ours for other in (FIXED, ULTRAEP))]
+    over = [(name, other) for name in ours for other in (FIXED, ULTRAEP)]
+    return [(ULTRAEP, FIXED), *over, *((name, name + IN_TURN) for name in ours)]
+
+
+def _said(name: str, other: str) -> str:
+    """What a figure's name calls the lane under the line."""
+    return "fixed" if other == FIXED else other.removeprefix(f"{name}.")
 
 
 def _about(calls: Sequence[Timed], lane: str) -> dict[str, float]:
@@ -151,10 +162,18 @@ def _about(calls: Sequence[Timed], lane: str) -> dict[str, float]:
 def show(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Lanes and their ratios, on stderr."""
     values = {one["name"]: one["value"] for one in rows}
-    columns = ("ms a call", "over fixed", "over ultraep", "forward peak", "backward peak", "chunks")
-    table = Table("", *columns, title="wall clock over a limited link")
+    columns = (
+        "ms a call",
+        "over fixed",
+        "over ultraep",
+        "over in turn",
+        "forward peak",
+        "backward peak",
+        "chunks",
+    )
+    table = Table(Column(no_wrap=True), *columns, title="wall clock over a limited link")
     for name, about in row["context"]["lanes"].items():
-        over = [values.get(f"link.{name}.wall_over_{other}") for other in ("fixed", ULTRAEP)]
+        over = [values.get(f"link.{name}.wall_over_{other}") for other in ("fixed", ULTRAEP, IN_TURN[1:])]
         cells = ["-" if value is None else f"{value:.3f}" for value in over]
         peaks = [f"{about[column]:.2f}" for column in ("forward_peak", "backward_peak", "chunks")]
         table.add_row(name, f"{about['wall_ms']:.1f}", *cells, *peaks)

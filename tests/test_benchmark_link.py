@@ -31,6 +31,8 @@ def test_figures_are_medians_of_ratios_of_the_same_routing_and_round(link: Modul
         "ultraep": [90.0, 190.0, 380.0],
         "drop0.2": [80.0, 180.0, 300.0],
         "drop0.5": [50.0, 150.0, 200.0],
+        "drop0.2.in_turn": [100.0, 200.0, 300.0],
+        "drop0.5.in_turn": [100.0, 200.0, 300.0],
     }
     calls = [
         timed(link, lane, ms, draw=draw) for lane, values in walls.items() for draw, ms in enumerate(values)
@@ -42,6 +44,8 @@ def test_figures_are_medians_of_ratios_of_the_same_routing_and_round(link: Modul
         "link.drop0.2.wall_over_ultraep": 0.8889,
         "link.drop0.5.wall_over_fixed": 0.5,
         "link.drop0.5.wall_over_ultraep": 0.5556,
+        "link.drop0.2.wall_over_in_turn": 0.9,
+        "link.drop0.5.wall_over_in_turn": 0.6667,
     }
     context = found["link.drop0.5.wall_over_fixed"]["context"]
     assert context["calls"] == 3
@@ -108,7 +112,7 @@ def test_every_system_runs_over_the_link(link: ModuleType) -> None:
     small = ["--rounds", "1", "--draws", "1", "--tokens", "64", "--rate", "1e8", "--budget", "64MiB"]
     ran = benchmark.run("link", *small, limit_s=280)
     assert ran.code == 0, ran.said
-    assert len(ran.figures) == 5
+    assert len(ran.figures) == 7
     lanes = next(iter(ran.figures.values()))["context"]["lanes"]
     assert lanes["drop0.5"]["backward_peak"] < lanes["drop0.2"]["backward_peak"] < 0.9
     assert lanes["ultraep"]["replicas"] == 1
