@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lrmoe.layer.buffers import Needs, Rows, Sink, Slots, WeightGrads, Weights
+from lrmoe.layer.buffers import Rows, Sink
 from lrmoe.layer.experts import BLOCK_ROWS, experts_backward, first_weight_gradients
+from lrmoe.layer.seat_weights import Needs, Slots, WeightGrads, Weights
 
 HOMES, FOREIGN, HIDDEN, WIDTH = 3, 2, 16, 8
 COUNTS = [

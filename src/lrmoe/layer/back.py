@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lrmoe.layer.buffers import WeightGrads, Weights
 from lrmoe.layer.call import Call
 from lrmoe.layer.forward import Walked
 from lrmoe.layer.reroute import Route
+from lrmoe.layer.seat_weights import WeightGrads, Weights
 from lrmoe.layer.weights import Home
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lrmoe.distributed.comm import Arriving
 from lrmoe.distributed.probe import current
 from lrmoe.layer.back import Back, Later, Wanted
-from lrmoe.layer.buffers import Needs, Rows, Sink, WeightGrads, Weights, scratch
+from lrmoe.layer.buffers import Rows, Sink, scratch
 from lrmoe.layer.call import Call
 from lrmoe.layer.experts import experts_backward, first_weight_gradients
 from lrmoe.layer.forward import Walked
@@ -26,6 +26,7 @@ from lrmoe.layer.kept_rows import carried_inputs, inputs_that_stayed
 from lrmoe.layer.pruning import select_pairs
 from lrmoe.layer.reroute import Route, reroute
 from lrmoe.layer.routing import Layout, tokens_of
+from lrmoe.layer.seat_weights import Needs, WeightGrads, Weights
 from lrmoe.layer.wire import Arrival, send_rows, start_back, start_return, sum_by_token
 from lrmoe.planning.problem import IntArray
 

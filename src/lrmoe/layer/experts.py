@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lrmoe.layer.buffers import Rows, Sink, Stash, WeightGrads, Weights, brings_memory, scratch
+from lrmoe.layer.buffers import Rows, Sink, Stash, brings_memory, scratch
+from lrmoe.layer.seat_weights import WeightGrads, Weights
 from lrmoe.ops import (
     gated_activation,
     gated_activation_backward,

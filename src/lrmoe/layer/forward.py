@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lrmoe.distributed.probe import current
-from lrmoe.layer.buffers import Rows, Sink, Weights, scratch
+from lrmoe.layer.buffers import Rows, Sink, scratch
 from lrmoe.layer.call import Call, KeptSet
 from lrmoe.layer.choice import choose_seats, in_order
 from lrmoe.layer.early import Stays, fix_kept, keep_inputs
 from lrmoe.layer.experts import experts_forward
 from lrmoe.layer.routing import Layout, tokens_of
+from lrmoe.layer.seat_weights import Weights
 from lrmoe.layer.wire import return_rows, send_back, send_columns, send_rows, sum_by_token
 from lrmoe.ops import gather_rows, upload
 from lrmoe.planning.cells import part_of_cells, ranges

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lrmoe.distributed import Comm
 from lrmoe.distributed.sharded import Cuts, KeptShards, fetch_shards, return_shards
-from lrmoe.layer.buffers import Pair, Slots, Wait, WeightGrads, Weights
+from lrmoe.layer.seat_weights import Pair, Slots, Wait, WeightGrads, Weights
 from lrmoe.layer.weights import Home
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from lrmoe.distributed.replicas import fetch_replicas, start_return
-from lrmoe.layer.buffers import Pair, Slots, Wait, WeightGrads, Weights
+from lrmoe.layer.seat_weights import Pair, Slots, Wait, WeightGrads, Weights
 
 if TYPE_CHECKING:
     from lrmoe.layer.call import Call

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lrmoe.layer.buffers import Needs, Rows, Sink, Slots, WeightGrads, Weights, scratch
+from lrmoe.layer.buffers import Rows, Sink, scratch
 from lrmoe.layer.experts import experts_backward, experts_forward
 from lrmoe.layer.routing import Layout, token_entries
+from lrmoe.layer.seat_weights import Needs, Slots, WeightGrads, Weights
 from lrmoe.ops import combine, gather_rows
 from lrmoe.planning.seats import Seats
 from lrmoe.simulate.replay_data import Data

@@ -22,8 +22,8 @@ from lrmoe.distributed import Comm
 from lrmoe.distributed.replicas import fetch_replicas, return_gradients
 from lrmoe.distributed.sharded import Cuts, gather_homes, return_shards, scatter_homes
 from lrmoe.experiments.systems.residence import Hosts, change, hosts_of, synchronise
-from lrmoe.layer.buffers import Pair, Slots, WeightGrads, Weights
 from lrmoe.layer.call import Call
+from lrmoe.layer.seat_weights import Pair, Slots, WeightGrads, Weights
 from lrmoe.layer.sharded import Sharded
 from lrmoe.layer.weights import Home, Owned
 from lrmoe.planning import LayerPlan
