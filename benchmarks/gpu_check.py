@@ -84,6 +84,12 @@ def main() -> int:
     seed = options.seed if options.seed is not None else time.time_ns() % 2**31
     if options.journal:
         return _run_here(options, device, seed)
+    if not (cuda or options.dry_run or options.read):
+        print(
+            "no CUDA device is visible: tiny shapes on the CPU, as with --dry-run",
+            file=sys.stderr,
+            flush=True,
+        )
     report, begin = Report(seed=seed, device=device), time.perf_counter()
     names = chosen(options.only, device)
     if options.read:

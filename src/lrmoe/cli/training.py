@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def train(
-    preset: Annotated[str | None, typer.Option(help="Model: qwen3-moe-tiny or glm4-moe-tiny.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Model: qwen3-moe-tiny or -micro, glm4-moe-tiny or -micro.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     name: RunName = None,
     config: ConfigFile = None,

@@ -171,7 +171,8 @@ def steps_below(path: Path, step: int | None = None) -> list[Path]:
     steps = find_steps(_root(path))
     if not steps:
         raise ConfigError(
-            f"{path}: neither a checkpoint nor a run with checkpoints (no {MANIFEST}, no checkpoints/step-...)"
+            f"{path}: neither a checkpoint nor a run with checkpoints (no {MANIFEST}, no checkpoints/step-...); "
+            "a run writes them with train.checkpoint_every"
         )
     if step is not None and step not in steps:
         raise ConfigError(f"step={step}: {path} has no such checkpoint; valid: {', '.join(map(str, steps))}")
