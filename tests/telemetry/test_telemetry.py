@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import lrmoe
 from lrmoe.telemetry import PHASES, CallRecord, Ledger, PhaseClock, Telemetry, critical_path_ms, figure
 from lrmoe.telemetry.ledger import buffer_peak
 from lrmoe.telemetry.record import OpenCall
@@ -147,3 +150,18 @@ def test_a_figure_is_one_json_line_with_its_context() -> None:
     assert {"name", "value", "unit", "better", "context"} == set(one)
     assert {"command", "seed", "versions", "hardware", "date"} <= set(one["context"])
     assert one["context"]["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("/usr/bin/lrmoe", "lrmoe"),
+        (str(Path(lrmoe.__file__).parent / "cli" / "__main__.py"), "python -m lrmoe.cli"),
+        ("/somewhere/lrmoe/__main__.py", "python -m lrmoe"),
+    ],
+)
+def test_a_figure_names_the_command_that_can_be_typed_again(
+    monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "plan"])
+    assert figure("a.b.c", 1.0, "ratio", "lower")["context"]["command"] == f"{said} plan"

@@ -50,7 +50,12 @@ def environment() -> dict[str, Any]:
 
 def _program() -> str:
     path = Path(sys.argv[0])
-    return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
+    if path.name != "__main__.py":
+        return path.name
+    module, folder = path.parent.name, path.parent.parent
+    while (folder / "__init__.py").is_file():
+        module, folder = f"{folder.name}.{module}", folder.parent
+    return f"python -m {module}"
 
 
 def hardware() -> dict[str, Any]:
