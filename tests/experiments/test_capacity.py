@@ -531,6 +531,7 @@ class TestCommand:
             (("--grads", "fp8"), "grads='fp8'"),
             (("--calibration", "none.json"), "none.json"),
             (("--sweep", "gpu=8"), "did you mean 'gpus'"),
+            (("--sweep", "microbatch=8"), "did you mean 'micro-batch'"),
             (("--sweep", "gpus=8,x"), "gpus='x'"),
             (("--sweep", "gpus="), "at least one"),
             (("--sweep", "policy=lrmoe,lrmo"), "--policy='lrmo'"),

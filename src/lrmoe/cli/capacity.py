@@ -62,7 +62,11 @@ def plan(
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(metavar="OPTION=A,B", help="One table over values of an option; may be repeated."),
+        typer.Option(
+            metavar="OPTION=A,B",
+            help="One table over values of gpus, ep, nodes, micro-batch, seq, slots, max-drop, peak, policy, model or "
+            "hardware; may be repeated.",
+        ),
     ] = None,
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The sweep's table; unset: runs/plan/capacity.csv.")

@@ -200,9 +200,10 @@ def _axes(
         name, equals, values = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if name not in _SWEPT or not equals:
-            hint = did_you_mean(name, _SWEPT)
+            known = [option.replace("_", "-") for option in _SWEPT]
+            hint = did_you_mean(name.replace("_", "-"), known)
             raise ConfigError(
-                f"sweep={text!r}: must be OPTION=A,B with an option of {', '.join(_SWEPT)}{hint}"
+                f"sweep={text!r}: must be OPTION=A,B with an option of {', '.join(known)}{hint}"
             )
         more = _list(f"sweep {name}", values)
         axes[name] = list(dict.fromkeys([*(axes[name] if name in swept else ()), *more]))
