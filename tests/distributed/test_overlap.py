@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from lrmoe.config import LRMoEConfig
 from lrmoe.distributed import Comm, replicas
 from lrmoe.distributed import comm as comm_module
-from lrmoe.layer import backward, experts, weights
+from lrmoe.layer import backward, experts, forward, weights
 from lrmoe.layer.budget import CallBudget
 from tests.distributed.calls import even, rank_call
 from tests.distributed.pool import Pool
@@ -171,7 +173,7 @@ class Buffers:
 def buffers_of_an_exchange(waits: bool) -> Buffers:
     """Worker: an exchange that is started, and waited for or not."""
     comm = Comm(dist.group.WORLD)
-    before = len(comm_module._abandoned)
+    before = len(comm_module.abandoned)
     rows = torch.full((2, 3), float(comm.rank))
     arriving = comm.start_all_to_all(rows, [1, 1], [1, 1])
     memory = [weakref.ref(tensor.untyped_storage()) for tensor in (rows, arriving.received)]
@@ -186,7 +188,7 @@ def buffers_of_an_exchange(waits: bool) -> Buffers:
     return Buffers(
         meanwhile=meanwhile,
         afterwards=[one() is not None for one in memory],
-        abandoned=len(comm_module._abandoned) - before,
+        abandoned=len(comm_module.abandoned) - before,
     )
 
 
@@ -199,3 +201,39 @@ def test_an_exchange_that_nobody_waited_for_keeps_its_buffers(pool2: Pool) -> No
     """A backend may still write into them: after an error between start and wait, say."""
     for found in pool2.run(buffers_of_an_exchange, False):
         assert found == Buffers(meanwhile=[True, True], afterwards=[True, True], abandoned=1)
+
+
+# Held by what goes after the module's other globals when the interpreter ends.
+UNDER_WAY = """
+import torch
+from lrmoe.distributed import comm
+comm.arriving = comm.Arriving(torch.empty(2, 3), torch.ones(2, 3), work=object(), name="experts")
+"""
+
+
+def test_a_process_may_end_while_an_exchange_is_under_way() -> None:
+    ended = subprocess.run([sys.executable, "-c", UNDER_WAY], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# Each copy is more than what one read of a socket takes.
+HEAVY = make_case(tokens=24, experts=8, top_k=3, hidden=128, width=128, dtype=torch.float32, skew=3.0)
+
+
+def call_after_an_error(where: str) -> bool:
+    """Worker: all ranks fail while copies are on their way, and go on; the next call has the bits of any other."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ArithmeticError(where)
+
+    config, sizes, home = exact(**COPIES), even(HEAVY, 2), forward if where == "forward" else backward
+    usual = rank_call(HEAVY, config, sizes, {}).result
+    with replaced(home, f"experts_{where}", fails), pytest.raises(ArithmeticError):
+        rank_call(HEAVY, config, sizes, {})
+    after = rank_call(HEAVY, config, sizes, {}).result
+    return all(torch.equal(getattr(usual, name), getattr(after, name)) for name in ("out", *GRADS))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_copies_that_nobody_waited_for_do_not_stop_the_next_call(pool2: Pool, where: str) -> None:
+    assert pool2.run(call_after_an_error, where, limit_s=20) == [True, True]

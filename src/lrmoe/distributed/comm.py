@@ -6,7 +6,7 @@ Shape letters: R ranks, N rows sent, M rows received.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,13 @@ from lrmoe.distributed.probe import Check, current
 # Newer torch has the same collective under another name and deprecates the old one.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ROWS = "an exchange of rows"
+
+Keep = Callable[[tuple[object, ...]], None]
+
+# Of exchanges that failed, or that nobody waited for: a backend may still be at work in them. Never freed, not even
+# where the interpreter ends: it gives modules' references up while a backend's threads go on.
+abandoned: list[tuple[object, ...]] = []
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(abandoned))
 
 
 class Arriving:
@@ -56,9 +63,9 @@ class Arriving:
             self._check = None
         return self.received
 
-    def __del__(self) -> None:
+    def __del__(self, keep: Keep = abandoned.append) -> None:  # globals are gone where the interpreter ends
         if self._work is not None:  # nobody has waited: the backend may still be at work
-            _abandoned.append((self.received, self._sent))
+            keep((self.received, self._sent))
 
 
 class Comm:
@@ -119,10 +126,6 @@ class Comm:
         return (sum(send_R) - send_R[self.rank]) * width
 
 
-# Of collectives that failed, or that nobody waited for: a backend may still be at work in them.
-_abandoned: list[tuple[Tensor | None, ...]] = []
-
-
 @contextmanager
 def _lent(*tensors: Tensor) -> Iterator[list[Tensor]]:
     """Views as bytes for a collective whose tensors somebody else keeps until it has ended.
@@ -133,7 +136,7 @@ def _lent(*tensors: Tensor) -> Iterator[list[Tensor]]:
     try:
         yield [_unowned(t) if t.device.type == "cpu" and t.numel() else _as_bytes(t) for t in tensors]
     except BaseException:
-        _abandoned.append(tensors)
+        abandoned.append(tensors)
         raise
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lrmoe.distributed.comm import Comm
+from lrmoe.distributed.comm import Comm, Keep, abandoned
 from lrmoe.distributed.peers import waiting
 
 
@@ -27,6 +27,7 @@ class Exchange:
     def __init__(
         self, comm: Comm, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]
     ) -> None:
+        self._works: list[dist.Work] = []
         self._ops = [
             dist.P2POp(way, _as_bytes(tensor), group=comm.group, group_peer=rank)
             for way, rank, tensor in chain(
@@ -36,7 +37,8 @@ class Exchange:
         ]
         self._what = f"{comm.name}: an exchange of weights or gradients"
         with waiting(self._what):
-            self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
+            if self._ops:
+                self._works = dist.batch_isend_irecv(self._ops)
 
     def wait(self) -> None:
         """Return when everything has arrived; on CUDA the current stream waits, not the host.
@@ -48,6 +50,11 @@ class Exchange:
             for work in self._works:
                 work.wait()
         self._ops, self._works = [], []
+
+    def __del__(self, keep: Keep = abandoned.append) -> None:
+        # Nobody has waited: without its receive gloo leaves a message unread, and the two ranks meet no more.
+        if self._works:
+            keep((self._ops, self._works))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
