@@ -402,19 +402,23 @@ def test_a_configuration_of_another_kind_is_refused() -> None:
         (EXACT, "backward keeps every (token, expert) pair; max_drop=0 is exact"),
         (
             LRMoEConfig(max_drop=0.3, warmup_steps=7),
-            "backward keeps 70% of the (token, expert) pairs from optimizer step 7; max_drop=0 is exact",
+            "backward keeps 70% of the (token, expert) pairs after 7 optimizer steps; max_drop=0 is exact",
+        ),
+        (
+            LRMoEConfig(warmup_steps=0),
+            "backward keeps 70% of the (token, expert) pairs from the first optimizer step; max_drop=0 is exact",
         ),
         (
             LRMoEConfig(drop="overload", max_drop=0.125),
-            "backward keeps at least 87.5% of the (token, expert) pairs from optimizer step 20; max_drop=0 is exact",
+            "backward keeps at least 87.5% of the (token, expert) pairs after 20 optimizer steps; max_drop=0 is exact",
         ),
         (
             LRMoEConfig(cooldown_steps=10, total_steps=100),
-            "backward keeps 70% of the (token, expert) pairs from optimizer step 20 to 90; max_drop=0 is exact",
+            "backward keeps 70% of the (token, expert) pairs after 20 optimizer steps until 90; max_drop=0 is exact",
         ),
         (
             LRMoEConfig(observe=True),
-            "observing; backward is exact, print(handle) tells what pruning would have saved",
+            "observing; backward is exact; print(handle), or the end of `lrmoe train`, tells what pruning would save",
         ),
     ],
 )

@@ -187,13 +187,17 @@ def describe(config: LRMoEConfig, layers: int, ranks: int) -> str:
     """What backward of the enabled layers will keep, and from which optimizer step, in one line."""
     where = f"{layers} MoE layer{'s' if layers > 1 else ''}" + (f" over {ranks} ranks" if ranks > 1 else "")
     if config.observe:
-        return f"{where}: observing; backward is exact, print(handle) tells what pruning would have saved"
+        told = "print(handle), or the end of `lrmoe train`, tells what pruning would save"
+        return f"{where}: observing; backward is exact; {told}"
     if config.max_drop == 0:
         return f"{where}: backward keeps every (token, expert) pair; max_drop=0 is exact"
     limited = config.drop != "always" or config.max_added_variance is not None
     least = "at least " if limited else ""
-    span = f"from optimizer step {config.warmup_steps}"
+    done = config.warmup_steps  # "after": some loops number their steps from 0, others from 1
+    span = (
+        f"after {done} optimizer step{'' if done == 1 else 's'}" if done else "from the first optimizer step"
+    )
     if config.cooldown_steps and config.total_steps is not None:
-        span += f" to {config.total_steps - config.cooldown_steps}"
+        span += f" until {config.total_steps - config.cooldown_steps}"
     kept = f"{least}{100 * (1 - config.max_drop):.3g}%"
     return f"{where}: backward keeps {kept} of the (token, expert) pairs {span}; max_drop=0 is exact"
