@@ -168,6 +168,7 @@ class Buffers:
     meanwhile: list[bool]
     afterwards: list[bool]
     abandoned: int
+    works: int
 
 
 def buffers_of_an_exchange(waits: bool) -> Buffers:
@@ -189,18 +190,19 @@ def buffers_of_an_exchange(waits: bool) -> Buffers:
         meanwhile=meanwhile,
         afterwards=[one() is not None for one in memory],
         abandoned=len(comm_module.abandoned) - before,
+        works=sum(isinstance(one, dist.Work) for held in comm_module.abandoned[before:] for one in held),
     )
 
 
 def test_buffers_live_as_long_as_the_exchange(pool2: Pool) -> None:
     for found in pool2.run(buffers_of_an_exchange, True):
-        assert found == Buffers(meanwhile=[True, True], afterwards=[False, False], abandoned=0)
+        assert found == Buffers(meanwhile=[True, True], afterwards=[False, False], abandoned=0, works=0)
 
 
 def test_an_exchange_that_nobody_waited_for_keeps_its_buffers(pool2: Pool) -> None:
     """A backend may still write into them: after an error between start and wait, say."""
     for found in pool2.run(buffers_of_an_exchange, False):
-        assert found == Buffers(meanwhile=[True, True], afterwards=[True, True], abandoned=1)
+        assert found == Buffers(meanwhile=[True, True], afterwards=[True, True], abandoned=1, works=1)
 
 
 # Held by what goes after the module's other globals when the interpreter ends.

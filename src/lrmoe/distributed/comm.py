@@ -64,8 +64,10 @@ class Arriving:
         return self.received
 
     def __del__(self, keep: Keep = abandoned.append) -> None:  # globals are gone where the interpreter ends
-        if self._work is not None:  # nobody has waited: the backend may still be at work
-            keep((self.received, self._sent))
+        # Nobody has waited: the backend may still be at work. Its thread must not be the last to hold the work: letting
+        # go of its tensors needs the interpreter, whose end would then abort the process.
+        if self._work is not None:
+            keep((self.received, self._sent, self._work))
 
 
 class Comm:
