@@ -140,6 +140,28 @@ def test_a_lean_wire_stays_within_its_budget(pool4: Pool) -> None:
         assert one.needed <= one.predicted <= most // 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "skew", "config", "budget"),
+    [
+        (torch.float32, 128, 2.0, pruning(max_drop=0.4, lean_wire=True), 2_748_229),
+        (torch.bfloat16, 96, 3.0, exact(policy="ultraep", replica_slots=4, lean_wire=True), 835_892),
+    ],
+    ids=["pruned", "copies"],
+)
+def test_a_lean_wire_in_parts_needs_no_more_than_was_predicted(
+    pool2: Pool, dtype: torch.dtype, width: int, skew: float, config: LRMoEConfig, budget: int
+) -> None:
+    """Narrow rows, so that every vector beside them shows."""
+    tokens = 1024 if dtype == torch.float32 else 512
+    case = make_case(
+        tokens=tokens, experts=8, top_k=4, hidden=32, width=width, dtype=torch.float32, skew=skew
+    ).to(dtype)
+    for one in ask(pool2, config, budget, case):
+        assert one.record is not None
+        assert one.record.chunks > 1
+        assert one.needed <= one.predicted <= budget
+
+
 @pytest.mark.parametrize("score", ["alpha", "alpha_phi"])
 def test_a_lean_wire_with_the_kept_set_fixed_in_forward_stays_within_it_too(pool4: Pool, score: str) -> None:
     config = pruning(max_drop=0.3, score=score, select_in="forward", lean_wire=True)

@@ -35,13 +35,11 @@ class LeanRows:
     Attributes:
         token_U: int64 (U,), token of each row sent, in (rank, token) order.
         send_R, receive_R: rows to and from each rank.
-        row_N: int32 (N,), each pair's row inside its destination's block.
     """
 
     token_U: Tensor
     send_R: list[int]
     receive_R: list[int]
-    row_N: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,10 +95,13 @@ def send_rows(
         )
     clock = call.open_call.clock
     with clock.phase(pack):
-        lean = _lean_rows(call, layout, token_N, source_TH.shape[0], travel) if call.lean else None
+        lean, extra = None, []
+        if call.lean:
+            lean, row_N = _lean_rows(call, layout, token_N, source_TH.shape[0], travel)
+            extra = [*lean_columns, row_N]
+            del row_N
         send = _packed(source_TH, token_N if lean is None else lean.token_U, buffer)
     with clock.phase(travel):
-        extra = [] if lean is None else [*lean_columns, lean.row_N]
         found = send_columns(call, layout, [*columns, *extra], travel)
         received = _cross(call, layout, lean, send, travel, part)
     if lean is None:
@@ -217,8 +218,13 @@ def start_back(call: Call, rows: Tensor, layout: Layout, travel: str) -> Arrivin
     return call.comm.start_all_to_all(rows, layout.receive_R, layout.send_R)
 
 
-def _lean_rows(call: Call, layout: Layout, token_N: Tensor, tokens: int, travel: str) -> LeanRows:
-    """The distinct rows of this source, and how many come from the others: the lean wire's own host read."""
+def _lean_rows(
+    call: Call, layout: Layout, token_N: Tensor, tokens: int, travel: str
+) -> tuple[LeanRows, Tensor]:
+    """The distinct rows of this source, and how many come from the others: the lean wire's own host read.
+
+    And int32 (N,), each pair's row inside its destination's block, which is not needed once it has been sent.
+    """
     comm, ranks = call.comm, call.comm.size
     rank_N = _repeat(torch.arange(ranks, device=token_N.device), layout.send_R)
     found, one_each = unique_rows(rank_N, token_N, ranks, tokens), [1] * ranks
@@ -228,7 +234,7 @@ def _lean_rows(call: Call, layout: Layout, token_N: Tensor, tokens: int, travel:
     call.open_call.record.bytes_saved_lean -= announced
     send_R, receive_R = Reading(torch.stack([found.rows_R, coming_R])).wait().tolist()
     token_U = found.tokens(sum(send_R))
-    return LeanRows(token_U=token_U, send_R=send_R, receive_R=receive_R, row_N=found.row_N)
+    return LeanRows(token_U=token_U, send_R=send_R, receive_R=receive_R), found.row_N
 
 
 def _absolute(row_M: Tensor, layout: Layout, lean: LeanRows) -> Tensor:
