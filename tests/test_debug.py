@@ -104,7 +104,7 @@ def test_a_row_that_no_expert_wrote_is_found() -> None:
 
 
 def test_a_weight_gradient_that_nobody_wrote_is_found() -> None:
-    def forgetful(*args: Any, out: Tensor, add: bool = False) -> Tensor:
+    def forgetful(*args: Any, out: Tensor, **_: Any) -> Tensor:
         return out
 
     with mock.patch("lrmoe.layer.experts.grouped_mm_weight", forgetful):
