@@ -165,3 +165,16 @@ def test_sums_of_scores_do_not_depend_on_the_order_of_additions() -> None:
     assert torch.equal(found[0][:, 3:], found[1][:, 3:])
     for one in found:
         torch.testing.assert_close(one, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_that_products_bring_are_counted() -> None:
+    def counted(layer: MoELayer, case: Case) -> int:
+        step(layer, case)
+        (record,) = layer.telemetry.drain()
+        return record.mem["grads"]
+
+    config = pruning(max_drop=0.5)
+    wanted = counted(build(CASE, config), CASE)
+    assert wanted == CASE.gate_up.nbytes + CASE.down.nbytes
+    with pretending(), kernels.off():
+        assert counted(build(CASE, config), moved(CASE)) == wanted

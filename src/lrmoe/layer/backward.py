@@ -96,6 +96,7 @@ def walk_backward(
     if wanted.alpha and walked.y_NH is not None:
         with clock.phase("return"):
             alpha_grad = _full_alpha(back)
+    _book(call, back.grads)  # also what products have brought
     weights.release()
     grads, home = back.grads, None if back.later is None else back.later.home
     del back, weights
@@ -126,9 +127,14 @@ def _gradient_buffers(call: Call, weights: Weights, wanted: Wanted, add: bool) -
         slots=wide,
         zero=add,
     )
+    _book(call, grads)
+    return grads
+
+
+def _book(call: Call, grads: WeightGrads) -> None:
+    """Count gradients that lie somewhere by now; those that are counted already are not counted twice."""
     call.open_call.ledger.add("grads", *grads.there[:2])
     call.open_call.ledger.add("replicas", *grads.there[2:])
-    return grads
 
 
 def _in_parts(back: Back, parts: int) -> tuple[Tensor | None, Tensor | None]:
